@@ -24,20 +24,29 @@ EP = "ep"
 
 @dataclass(frozen=True)
 class View:
-    """A group of ranks, seen from this process: its rank in the group, and the group's size."""
+    """A group of ranks, seen from this process: its rank in the group, and the group's size.
+
+    The default is a group of this process alone.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce `tensor` with a sum over the group, in place; return it. Collective."""
+        """Sum `tensor` over the group by an all-reduce in place, and return it. Collective.
+
+        Nothing is done if the group has one rank.
+        """
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite `tensor` with the values of the group's first rank; return it. Collective."""
+        """Overwrite `tensor` with that of the group's first rank, and return it. Collective.
+
+        Nothing is done if the group has one rank.
+        """
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
@@ -81,7 +90,7 @@ class Mesh:
 
 @ranks.collective
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
-    """Create the device mesh of all processes; its shape is that of `mesh_shape`. Collective."""
+    """Create the device mesh of all processes, shaped as `mesh_shape` computes. Collective."""
     replicas, shards = mesh_shape(world_size, cfg)
     all_ranks = View(ranks.rank(), world_size, ranks.world_group())
     shape: tuple[int, ...] = (replicas, shards)
@@ -97,7 +106,9 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
 
 
 def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
-    """Compute how many replicas of the parameters there are, and how many ranks share each.
+    """Compute the number of parameter replicas, and the number of ranks that share each replica.
+
+    If one of `dp_replicate` and `dp_shard` is -1, it is derived from the other one.
 
     Returns:
         (replicas, ranks per replica); their product is `world_size`.

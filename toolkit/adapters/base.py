@@ -37,12 +37,13 @@ _PATH_SETTINGS = {"base_model_name_or_path", "revision"}  # the digest says whic
 def base_digest(folder: Path, name_or_path: str | None = None, revision: str | None = None) -> str:
     """Compute the digest that identifies the weights of a checkpoint folder.
 
-    It does not depend on how the tensors are distributed over files. Reads 16 kB per tensor. See
-    [Note: digest of a base].
+    The digest does not depend on how the tensors are distributed over files. Reads 16 kB per
+    tensor. See [Note: digest of a base].
 
     Args:
         folder: the checkpoint folder.
-        name_or_path: Hub id from which missing weights are downloaded; None: no download.
+        name_or_path: Hub id from which missing weight files are downloaded. If it is None, nothing
+            is downloaded.
         revision: revision of the Hub id.
 
     Returns:
@@ -68,16 +69,16 @@ def base_digest(folder: Path, name_or_path: str | None = None, revision: str | N
 
 
 def record_base(model: nn.Module, path: str, folder: Path, digest: str) -> None:
-    """Record in the assets of an adapted model which base was loaded, and its digest.
+    """Record in `model.hf_assets` which base the adapters belong to, and its digest.
 
-    If `folder` is not the folder that the model was built from, the name in PEFT's config changes
-    too, and the revision is cleared.
+    If `folder` is not the folder that the model was built from, the assets and PEFT's config get
+    the new base name, and their revision is cleared.
 
     Args:
-        model: with adapters.
+        model: a model with adapters; its assets and PEFT config are changed.
         path: folder or Hub id of the base, as the user gave it.
-        folder: the local folder that the weights were read from.
-        digest: see `base_digest`.
+        folder: the local folder from which the weights were read.
+        digest: the result of `base_digest` for `folder`.
     """
     assets = assets_of(model)
     assets.digest = digest
@@ -95,12 +96,13 @@ def build_adapter_entry(model: nn.Module) -> dict[str, Any]:
     """Describe the base and the adapters of a model as JSON values. Reads no file.
 
     Returns:
-        `name_or_path` and `revision` of the base. `digest`: of the base; after a random start the
-            text `random, seed N`. `dtype`: of the stored base, None if it is quantised. `config`:
-            PEFT's settings. `quantised`: 4-bit settings, or None. `rows`: of a resized embedding,
-            else None. `continued`: the adapter that `lora.from` named, only if it is set. `sums`:
-            checksums of the base's tensors in memory; None if no file was loaded. `sums_on`: type
-            of the device that they were computed on.
+        A dict with these keys. `name_or_path` and `revision`: the base. `digest`: the result of
+        `base_digest`, or the text `random, seed N` for random weights. `dtype`: dtypes of the
+        frozen parameters, joined by "/"; None if the base is quantised. `quantised`: the 4-bit
+        settings, or None. `config`: PEFT's settings. `rows`: the number of rows of a resized
+        embedding, or None. `continued`: the adapter that `lora.from` named; the key is absent
+        without it. `sums`: checksum of each tensor of the base in memory; None if no file was
+        loaded. `sums_on`: type of the device on which the checksums were computed.
 
     Raises:
         CheckpointError: nothing was loaded into the base yet.
@@ -115,7 +117,7 @@ def build_adapter_entry(model: nn.Module) -> dict[str, Any]:
 
 
 def _build_entry(model: nn.Module) -> dict[str, Any]:
-    """Build the result of `build_adapter_entry`; its digest may be None."""
+    """Build the dict of `build_adapter_entry`. Its digest is None if no base was loaded yet."""
     assets = assets_of(model)
     quantised = quantisation_settings(model)
     digest = assets.digest
@@ -139,13 +141,13 @@ def _build_entry(model: nn.Module) -> dict[str, Any]:
 def refuse_other_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: object) -> None:
     """Raise a CheckpointError unless a checkpoint has the same base and adapters as `model`.
 
-    A checkpoint without adapters fits only a model without adapters. If the base is not loaded yet,
-    16 kB per tensor of its files are read.
+    A full model and a model with adapters never match. If the base is not loaded yet, 16 kB per
+    tensor of its files are read.
 
     Args:
         model: the model of this run.
-        saved: content of the checkpoint's state.json.
-        checkpoint: its name, for errors.
+        saved: content of the checkpoint's state.json; its key `adapter` is compared.
+        checkpoint: name of the checkpoint, for errors.
     """
     before = saved.get("adapter")
     config = before.get("config") if isinstance(before, dict) else None
@@ -166,12 +168,15 @@ def refuse_other_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: o
 
 
 def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: object) -> None:
-    """Raise a CheckpointError if base or adapters differ from a checkpoint's.
+    """Raise a CheckpointError if a checkpoint's base or adapters differ from those of `model`.
+
+    Compares the digest, the quantisation, the dtype and the checksums of the base, and PEFT's
+    config without paths and PEFT's version.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         before: the result of `build_adapter_entry` that the checkpoint stores.
-        checkpoint: its name, for errors.
+        checkpoint: name of the checkpoint, for errors.
     """
     now = _build_entry(model)
     assets = assets_of(model)
@@ -212,11 +217,14 @@ def _refuse_other_values(
 ) -> None:
     """Raise a CheckpointError if the loaded base's checksums differ from those of the first start.
 
+    Does nothing if one of the two has no checksums. Quantised tensors are skipped if the type of
+    device has changed.
+
     Args:
-        model: with adapters.
+        model: a model with adapters.
         before: the result of `build_adapter_entry` that the checkpoint stores.
-        now: the same of `model`.
-        checkpoint: its name, for errors.
+        now: the result of `_build_entry` for `model`.
+        checkpoint: name of the checkpoint, for errors.
     """
     then = before.get("sums")
     sums = now["sums"]
@@ -239,18 +247,21 @@ def _refuse_other_values(
 
 
 def _format_base(entry: dict[str, Any]) -> str:
-    """Format name, revision and shortened digest of a base for an error."""
+    """Format a base for an error: `NAME at REVISION (digest ABC...)`, without an unset revision."""
     revision = entry.get("revision")
     digest = str(entry.get("digest"))[:20]
     return f"{entry.get('name_or_path')}{f' at {revision}' if revision else ''} (digest {digest})"
 
 
 def _format_stored_as(key: str, value: Any) -> str:
-    """Format how a base is stored, to complete a sentence of an error.
+    """Format how a base is stored, as a part of an error's sentence.
 
     Args:
         key: `quantised` or `dtype`.
-        value: the value of that key in a `build_adapter_entry`.
+        value: the value of that key in a result of `build_adapter_entry`.
+
+    Returns:
+        "stored in DTYPE", the names and values of 4-bit settings, or "that is not quantised".
     """
     if key == "quantised" and isinstance(value, dict):
         return ", ".join(f"{name} {setting}" for name, setting in value.items())

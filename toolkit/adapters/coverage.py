@@ -19,7 +19,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """One matrix of the base, and how it is trained."""
+    """One matrix of the base: its name and shape, how it is trained, and the part it belongs to."""
 
     name: str  # of the parameter, in the base
     shape: tuple[int, ...]
@@ -34,9 +34,9 @@ class CoverageRow:
 
 
 def coverage_rows(model: nn.Module) -> list[CoverageRow]:
-    """List one row for each matrix of the base of an adapted model, also for untrained ones.
+    """List a `CoverageRow` for each matrix of the base of an adapted model, trained or not.
 
-    Biases and other vectors are skipped. A tied matrix has one row.
+    Biases and other vectors are skipped. A tied matrix has one row. Stacked experts are one matrix.
     """
     layers = peft_model.adapted_parameters(model)
     copied_modules = peft_model.copied_modules(model).items()
@@ -76,10 +76,13 @@ def coverage_rows(model: nn.Module) -> list[CoverageRow]:
 
 
 def covered_share(rows: Iterable[CoverageRow]) -> float:
-    """Compute which share of the values between embedding and head lies in trained matrices.
+    """Compute the share of the base's values that lie in trained matrices.
+
+    Embedding, head and modules outside of the text path are ignored. A matrix with an adapter
+    counts in full.
 
     Returns:
-        0 to 1; a matrix with an adapter counts in full.
+        A number from 0 to 1; 0 if there are no matrices.
     """
     inner_rows = [row for row in rows if row.part not in ("embedding", "outside_text")]
     total = sum(row.elements for row in inner_rows)
@@ -89,7 +92,7 @@ def covered_share(rows: Iterable[CoverageRow]) -> float:
 def coverage_lines(model: nn.Module) -> list[str]:
     """Format lines for the log: a summary of the adapters, a table of matrices, and warnings.
 
-    Warnings name routed experts without an adapter, and routers with one.
+    A warning is added if routed experts have no adapter, and another one if a router has one.
     """
     rows = coverage_rows(model)
     config = peft_model.adapter_config(model)
@@ -119,11 +122,11 @@ def coverage_lines(model: nn.Module) -> list[str]:
 
 
 def find_idle_adapters(model: nn.Module) -> list[str]:
-    """List the modules whose adapters are still at zero after one or more steps. Collective.
+    """List the modules whose adapters are still zero after one or more steps. Collective.
 
-    An example is mamba's `dt_proj`, whose weight is read without a forward, so its adapter gets no
-    gradient. The list is empty if all adapters are at zero, because the learning rate was zero
-    then. Routed experts are never listed, because they may not have received a token yet.
+    Such adapters got no gradient. An example is mamba's `dt_proj`, whose weight is read without
+    calling the module. The list is empty if every adapter is zero, because the learning rate was
+    zero then. Routed experts are never listed, because they may not have received a token yet.
     """
     layers = peft_model.adapted_parameters(model)
     experts = {row.name for row in coverage_rows(model) if row.part == "experts"}
@@ -138,9 +141,9 @@ def find_idle_adapters(model: nn.Module) -> list[str]:
 
 
 def idle_adapter_warnings(model: nn.Module) -> list[str]:
-    """Return at most one warning: how many adapters get no gradient, with an example. Collective.
+    """Return a list with one warning about adapters without a gradient, or []. Collective.
 
-    See `find_idle_adapters`.
+    The warning counts the modules of `find_idle_adapters` and names one.
     """
     idle = find_idle_adapters(model) if peft_model.has_adapters(model) else []
     return [
@@ -151,7 +154,7 @@ def idle_adapter_warnings(model: nn.Module) -> list[str]:
 
 
 def _common_ending(name: str) -> str:
-    """Return the end of a parameter's name after the layer's number, at most three parts long."""
+    """Return up to three last parts of a parameter's name, without those up to a layer's number."""
     return ".".join(replace_numbers(name).split(".")[-3:]).rpartition("*.")[2]
 
 
@@ -162,7 +165,10 @@ def _method_name(model: nn.Module) -> str:
 
 
 def _classify_matrix(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]) -> str:
-    """Classify a matrix by its name and shape as `router`, `experts` (routed) or `layer`.
+    """Classify a matrix as `router`, `experts` (routed experts) or `layer` (anything else).
+
+    A router is named like one, and has a row for each expert. Experts are named so, or are stacked
+    along the first dim. Shared experts count as `layer`.
 
     Args:
         name: full name of the parameter.
@@ -181,7 +187,7 @@ def _classify_matrix(name: str, owner: nn.Module, shape: tuple[int, ...], expert
 
 
 def _format_table(rows: list[CoverageRow]) -> list[str]:
-    """Format the rows as lines of a table; equal matrices of several layers share a line."""
+    """Format the rows as lines of a text table; equal matrices of several layers share a line."""
     lines = [["  matrix", "count", "shape", "trained as", "trained"]]
     for name, indices in group_numbered_names(
         [row.name for row in rows], [(row.shape, row.method) for row in rows]

@@ -22,16 +22,18 @@ from toolkit.models.peft_model import ADAPTER, base_of, layer_parameters, traine
 def adapter_first_values(
     model: nn.Module, seed: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and this rank's shard of the first value of every trained parameter.
+    """Yield (name, first value) of every trained parameter; the value is this rank's shard.
 
-    LoRA's A is drawn as `nn.Linear` draws its weight (Kaiming, a = sqrt 5), and B is zero; for
-    embeddings the other way round. Values depend only on `seed` and the parameter's name, not on
-    the number of ranks. DoRA's magnitudes are the row norms of the base weight. A module trained in
-    full starts as a copy of the base's module, and may share its memory. Draws one matrix at a
-    time, on the CPU. Collective if a row norm needs the shards of several ranks.
+    LoRA's A is drawn as `nn.Linear` draws its weight (Kaiming, a = sqrt 5), and B is zero. For
+    embeddings A is zero, and B is drawn from a normal distribution. DoRA's magnitudes are the row
+    norms of the base weight. A module trained in full starts as a copy of the base's module; the
+    yielded tensor may share its memory.
+
+    Values depend only on `seed` and the parameter's name, not on the number of ranks. One matrix at
+    a time is drawn, on the CPU. Collective if a row norm needs the shards of several ranks.
 
     Args:
-        model: adapted; the weights of its base are loaded.
+        model: a model with adapters; the weights of its base are loaded.
         seed: seed of the run.
         device: the device on which ranks exchange tensors.
 
@@ -68,8 +70,8 @@ def _compute_shard(
     """Compute this rank's shard of the first value of one adapter parameter.
 
     Args:
-        parameter: the parameter, for its shape and sharding.
-        kind: PEFT's name for it, such as `lora_A`.
+        parameter: the parameter; only its shape and sharding are used.
+        kind: PEFT's name for it, such as `lora_A`, which selects the distribution.
         layer: the PEFT layer that holds it.
         key: text that seeds the random numbers.
         device: the device on which ranks exchange tensors.
@@ -93,7 +95,7 @@ def _compute_shard(
 def _row_norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
     """Compute this rank's shard of DoRA's first magnitudes: row norms of the base weight, in fp32.
 
-    Collective if the shards of several ranks are needed.
+    Collective if a norm needs the shards of several ranks.
     """
     weight: Any = layer.get_base_layer().weight.detach()
     dora = layer.lora_magnitude_vector[ADAPTER]

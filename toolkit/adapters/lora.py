@@ -42,16 +42,17 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
-    """Wrap `model` in PEFT with the adapters of `cfg`, and train only those.
+    """Wrap `model` in PEFT with the adapters that `cfg` describes; only these stay trainable.
 
-    Call it on meta and before `apply_fsdp`; see [Note: order]. Trained parameters are float32, the
-    base keeps its storage dtype. `model.hf_assets` stays reachable. Takes milliseconds a layer, and
-    no memory. Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA
-    https://arxiv.org/abs/2312.03732, DoRA https://arxiv.org/abs/2402.09353.
+    Call it while the model is on meta and before `apply_fsdp`; see [Note: order]. Trained
+    parameters are float32, and the base keeps its storage dtype. `model.hf_assets` stays reachable.
+    Takes milliseconds per layer, and no memory. Sources: LoRA https://arxiv.org/abs/2106.09685,
+    rsLoRA https://arxiv.org/abs/2312.03732, DoRA https://arxiv.org/abs/2402.09353.
 
     Raises:
-        ConfigError: settings contradict each other.
-        ModelError: a name in `cfg` matches nothing, or a module cannot be adapted.
+        ConfigError: the rank is less than 1, or settings contradict each other.
+        ModelError: a name in `cfg` matches nothing, a module cannot be adapted, or the model has
+            adapters already, is sharded or is not on meta.
     """
     _refuse_unusable(model, cfg)
     adapted, targets = _adapt(model, select_targets(model, cfg))
@@ -78,13 +79,16 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
 
 
 def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Targets]":
-    """Wrap `model` in PEFT, and return it with the targets that got adapters.
+    """Wrap `model` in PEFT.
 
-    With `target_modules: all-linear`, modules that PEFT cannot adapt or would not load again are
-    skipped: they are excluded, and a copy of the model is wrapped instead.
+    With `target_modules: all-linear`, modules that PEFT cannot adapt, or whose adapter it would not
+    load again, are excluded. Then a copy of the model is wrapped in place of `model`.
+
+    Returns:
+        The wrapped model, and the targets without excluded modules.
 
     Raises:
-        ModelError: such a module is named by the settings.
+        ModelError: the settings name such a module, or PEFT refuses the model for another reason.
     """
     # PEFT may refuse a model after it has changed parts of it. On meta a copy costs milliseconds.
     spare = copy.deepcopy(model) if targets.all_linear else None
@@ -112,7 +116,7 @@ def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Target
 
 
 def _wrap_in_peft(model: PreTrainedModel, targets: Targets) -> "PeftModel":
-    """Wrap a model on meta with `get_peft_model`, without its irrelevant warnings."""
+    """Wrap a model on meta with `get_peft_model`, and suppress PEFT's irrelevant warnings."""
     from peft import get_peft_model
 
     config = _build_peft_config(targets)
@@ -156,7 +160,10 @@ def _refuse_unusable(model: nn.Module, cfg: LoraConfig) -> None:
 
 
 def _build_peft_config(targets: Targets) -> "PeftConfig":
-    """Build PEFT's LoraConfig from the targets and their settings."""
+    """Build PEFT's LoraConfig from `targets.cfg` and the modules that were selected.
+
+    The task type is that of a reward model if its head is trained in full.
+    """
     from peft import LoraConfig as PeftConfig
 
     cfg = targets.cfg
@@ -182,9 +189,11 @@ def _build_peft_config(targets: Targets) -> "PeftConfig":
 
 
 def _build_exclude_modules(targets: Targets) -> str | list[str]:
-    """Build PEFT's `exclude_modules`: a list of name endings, or one pattern of full names.
+    """Build PEFT's `exclude_modules` from the setting and the modules that must be excluded.
 
-    It is a pattern if the setting is one, or if modules outside the text path must be excluded.
+    Returns:
+        A regular expression for full names if the setting is one, or if modules outside the text
+        path must be excluded. Otherwise a list of name endings, which may be empty.
     """
     setting = targets.cfg.exclude_modules
     ends = sorted({*([] if isinstance(setting, str) else setting), *targets.unfit})
@@ -208,12 +217,16 @@ def _build_exclude_modules(targets: Targets) -> str | list[str]:
 def prepare_adapters(
     model: PreTrainedModel, cfg: LoraConfig | None, param_dtype: str
 ) -> "PreTrainedModel | PeftModel":
-    """Apply the LoRA settings to `model`: store weights in 4 bits, and add adapters. Collective.
+    """Apply the LoRA settings to `model`: quantise it to 4 bits, and add adapters. Collective.
 
     Args:
-        model: on meta; changed in place.
-        cfg: None, or without a rank: the model is returned unchanged.
+        model: a model on meta; it is changed in place.
+        cfg: the settings. If it is None, or has neither `r` nor `from`, nothing is done.
         param_dtype: compute dtype of 4-bit layers.
+
+    Returns:
+        The PeftModel around `model`, or `model` itself if nothing is done. Errors are those of
+        `add_adapters`.
     """
     if cfg is None or not (cfg.r or cfg.from_):
         return model

@@ -30,7 +30,7 @@ _ROLE = re.compile(r"lora_(?:embedding_)?(A|B|magnitude)")  # in PEFT's names
 
 @dataclass(frozen=True)
 class AdapterLayer:
-    """One LoRA layer or parameter trained in full, and the base parameter that it changes."""
+    """One LoRA layer, or one tensor trained in full, with the base parameter that it changes."""
 
     parameter: str  # of the base
     kind: str  # linear, embedding, experts, or saved (trained in full)
@@ -41,7 +41,7 @@ class AdapterLayer:
 
 @dataclass
 class PeftLayout:
-    """An adapted model on meta, and its parameters' names in the adapter file and in the base."""
+    """An adapted model on meta, with its parameters' names in the adapter file and in the base."""
 
     model: Any  # the PeftModel around `base`
     base: "PreTrainedModel"
@@ -67,7 +67,7 @@ _SCOPE = "known are LoRA, DoRA, rsLoRA of linear layers, embeddings, experts, an
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json of a folder, and check it, because anybody may have written it.
+    """Read adapter_config.json of a folder, and validate it, since its author may not be trusted.
 
     Raises:
         ExportError: the file is missing or damaged, or its settings are not supported.
@@ -98,10 +98,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def attach_adapters(base: "PreTrainedModel", config: dict[str, Any]) -> Any:
-    """Add the adapters of a PEFT config to `base`; on meta, they are on meta too.
+    """Wrap `base` in PEFT with the adapters of a config; they are on meta if `base` is.
 
     Args:
-        base: changed in place.
+        base: the base model; it is changed in place.
         config: content of adapter_config.json.
 
     Returns:
@@ -130,10 +130,10 @@ def attach_adapters(base: "PreTrainedModel", config: dict[str, Any]) -> Any:
 
 
 def build_peft_layout(base: "PreTrainedModel", config: dict[str, Any]) -> PeftLayout:
-    """Add the adapters of a PEFT config to `base`, a model on meta, and map their names.
+    """Add the adapters of a PEFT config to `base`, a model on meta, and build its `PeftLayout`.
 
     Raises:
-        ExportError: the adapter is not supported.
+        ExportError: PEFT refuses the config, or the export does not support a trained parameter.
     """
     names = _first_names(base)
     model = attach_adapters(base, config)
@@ -150,12 +150,12 @@ def build_peft_layout(base: "PreTrainedModel", config: dict[str, Any]) -> PeftLa
 
 
 def map_file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]:
-    """Map each key of the adapter file to the name of its parameter in `model`, as PEFT saves them.
+    """Map each key that PEFT writes to an adapter file to the name of its parameter in `model`.
 
     Args:
-        model: with adapters.
-        embeddings: include frozen matrices of embedding and head, which PEFT saves by default if
-            an embedding is adapted.
+        model: a model with adapters.
+        embeddings: include the frozen matrices of embedding and head, which PEFT saves by default
+            if an embedding is adapted.
     """
     from peft import get_peft_model_state_dict
 
@@ -172,8 +172,8 @@ def _iterate_layers(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]
     """Yield an `AdapterLayer` for each PEFT layer, and for each tensor that is trained in full.
 
     Args:
-        model: with adapters.
-        names: `id()` of a parameter of the base -> its name.
+        model: a model with adapters.
+        names: `id()` of each parameter and buffer of the base -> its name.
 
     Raises:
         ExportError: a module that is trained in full has adapters inside.
@@ -200,7 +200,7 @@ def _iterate_layers(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]
 
 
 def _list_tensors(module: nn.Module) -> list[tuple[str, Any]]:
-    """List (name, tensor) of all parameters and persistent buffers, tied ones under each name."""
+    """List (name, tensor) of all parameters and persistent buffers; tied ones with each name."""
     return [*module.state_dict(keep_vars=True).items()]
 
 
@@ -210,7 +210,7 @@ def _first_names(module: nn.Module) -> dict[int, str]:
 
 
 def fill_without_memory(base: "PreTrainedModel") -> "PreTrainedModel":
-    """Replace each meta tensor by zeros on the CPU with one element of memory (stride 0).
+    """Replace each meta tensor by zeros on the CPU that take the memory of one element (stride 0).
 
     PEFT's own `from_pretrained` then runs unchanged, and needs memory for the adapter only.
 
@@ -230,13 +230,14 @@ def fill_without_memory(base: "PreTrainedModel") -> "PreTrainedModel":
 def load_with_peft(
     base: "PreTrainedModel", folder: Path, *, empty: bool = False
 ) -> tuple[Any, list[str]]:
-    """Load an adapter folder as users do, with `PeftModel.from_pretrained`.
+    """Load an adapter folder with `PeftModel.from_pretrained`, as its users do.
 
     Args:
         base: the base model.
         folder: the adapter folder.
-        empty: `base` is a result of `fill_without_memory`. Adapters are then created on meta if
-            PEFT can do so, and tensors that the folder lacks stay there.
+        empty: set it if `base` comes from `fill_without_memory`. Adapters are then created on meta,
+            so a tensor that the folder lacks stays on meta. With `modules_to_save` they are created
+            on the CPU.
 
     Returns:
         The adapted model, and PEFT's warnings about missing keys.
@@ -265,16 +266,16 @@ def load_with_peft(
 def merge_layer(
     layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
 ) -> torch.Tensor:
-    """Merge one adapter layer into the base weight, with the code of PEFT's layer.
+    """Merge one adapter layer into its base weight, with the code of PEFT's layer.
 
     The result is bitwise identical to that of `merge_and_unload`. Takes three more tensors of the
     weight's size in fp32 (DoRA: five).
 
     Args:
-        layout: of the adapted model.
+        layout: layout of the adapted model.
         layer: the layer to merge.
-        weight: the base weight; changed in place.
-        factors: `A`, `B` and, for DoRA, `magnitude` -> tensor in float32.
+        weight: the base weight; it is changed in place.
+        factors: tensors in float32 under the keys `A`, `B` and, for DoRA, `magnitude`.
 
     Returns:
         The merged weight.
@@ -285,12 +286,12 @@ def merge_layer(
 
 
 def compute_weight_delta(layout: PeftLayout, layer: AdapterLayer, factors: Tensors) -> torch.Tensor:
-    """Compute with PEFT's layer the float32 tensor that a merge adds to the base weight.
+    """Compute the float32 tensor that a merge would add to the base weight, with PEFT's code.
 
     Args:
-        layout: of the adapted model.
+        layout: layout of the adapted model.
         layer: the adapter layer.
-        factors: `A` and `B` -> tensor in float32.
+        factors: tensors in float32 under the keys `A` and `B`.
     """
     module = layout.model.get_submodule(layer.module)
     shape = getattr(module.get_base_layer(), _parameter_name(module)).shape
@@ -299,7 +300,10 @@ def compute_weight_delta(layout: PeftLayout, layer: AdapterLayer, factors: Tenso
 
 
 def _parameter_name(module: Any) -> str:
-    """Return the name of the parameter that a PEFT layer adapts, relative to its base layer."""
+    """Return the name of the parameter that a PEFT layer adapts, such as `weight`.
+
+    Only layers of fused experts name another parameter.
+    """
     return getattr(module, "parameter_name", "weight")
 
 
@@ -307,13 +311,14 @@ def _parameter_name(module: Any) -> str:
 def _fill_layer(
     layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
 ) -> Iterator[Any]:
-    """Put tensors into a PEFT layer on meta, and yield it; afterwards it is on meta again.
+    """Put tensors into a PEFT layer on meta, and yield the layer; afterwards it is on meta again.
 
     Args:
-        layout: of the adapted model.
+        layout: layout of the adapted model.
         layer: the adapter layer.
         weight: becomes the base weight.
-        factors: `A`, `B`, `magnitude` -> tensor; they become the adapter's parameters.
+        factors: tensors under the keys `A`, `B` and `magnitude`, which become the adapter's
+            parameters.
     """
     module = layout.model.get_submodule(layer.module)
     entries = [(module.get_base_layer(), _parameter_name(module), weight)]

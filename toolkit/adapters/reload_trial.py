@@ -38,10 +38,10 @@ def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
     model and adapter config.
 
     Args:
-        adapted: with adapters, on meta; not changed.
+        adapted: a model with adapters, on meta; it is not changed.
 
     Returns:
-        Parameter of the base whose adapter is lost -> the reason.
+        Name of a base parameter whose adapter would be lost -> the reason. Empty if none would be.
     """
     keys = map_file_keys(adapted)
     described = str((cast(Any, base_of(adapted)).config.to_json_string(), adapter_config(adapted)))
@@ -54,16 +54,16 @@ def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
 
 
 def _load_with_peft(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
-    """Let PEFT load an export of all adapters, and find those that it does not load.
+    """Let PEFT load an export of all adapters into a copy, and find those that it does not load.
 
     If PEFT raises an error, each kind of adapter is loaded alone to find the cause.
 
     Args:
-        adapted: with adapters, on meta.
+        adapted: a model with adapters, on meta.
         keys: key of the adapter file -> parameter of `adapted`.
 
     Returns:
-        Parameter of the base whose adapter is lost -> the reason.
+        Name of a base parameter whose adapter is lost -> the reason.
     """
     layers = adapted_parameters(adapted)
     names = {id(p): name for name, p in adapted.named_parameters(remove_duplicate=False)}
@@ -91,12 +91,12 @@ def _find_failing_kinds(
     Adapters whose names differ only in the layer number are one kind.
 
     Args:
-        adapted: with adapters, on meta.
+        adapted: a model with adapters, on meta.
         keys: key of the adapter file -> parameter of `adapted`.
-        parts: parameter of the base -> parameters of its adapter.
+        parts: name of a base parameter -> names of its adapter's parameters in `adapted`.
 
     Returns:
-        Parameter of the base whose adapter is lost -> the reason.
+        Name of a base parameter whose adapter is lost -> the reason.
     """
     kinds: dict[str, list[str]] = {}
     for parameter in parts:
@@ -115,10 +115,10 @@ def _find_failing_kinds(
 
 
 def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
-    """Let PEFT load distinct values into a copy of the model, and compare the result.
+    """Let PEFT load a distinct value for each key into a copy of the model, and compare.
 
     Args:
-        adapted: with adapters, on meta; not changed.
+        adapted: a model with adapters, on meta; it is not changed.
         keys: key of the adapter file -> parameter of `adapted`.
 
     Returns:
@@ -141,12 +141,12 @@ def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
 
 
 def _distinct_tensor(number: int, shape: Sequence[int]) -> torch.Tensor:
-    """Create a float64 tensor of `shape`; no two rows are equal, also not for another `number`."""
+    """Create a float64 tensor; no two rows are equal, nor do tensors of two numbers share a row."""
     rows, *inner_shape = shape or (1,)
     column = torch.arange(rows, dtype=torch.float64) + (number + 1) * 2.0**24
     return column.view(rows, *(1 for _ in inner_shape)).expand(*shape) if shape else column[0]
 
 
 def _has_values(loaded: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return True if `loaded` is not on meta and equals `value`."""
+    """Return True if `loaded` is not on meta, and equals `value` in shape and values."""
     return not loaded.is_meta and loaded.shape == value.shape and torch.equal(loaded, value)

@@ -31,7 +31,10 @@ _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 
 @dataclass(frozen=True)
 class Targets:
-    """The modules that the LoRA settings select in a model, as full names in the base model."""
+    """The modules that the LoRA settings select in a model, as full names in the base model.
+
+    It has a set each for modules with an adapter, excluded modules, and modules trained in full.
+    """
 
     cfg: LoraConfig
     names: tuple[str, ...]  # every module
@@ -50,10 +53,10 @@ class Targets:
         return isinstance(target_modules, str) and target_modules.lower() == "all-linear"
 
     def without(self, ends: set[str], why: str) -> "Targets":
-        """Return a copy that excludes some modules, and log that `all-linear` skips them.
+        """Return a copy that excludes more modules, and log that `all-linear` skips them.
 
         Args:
-            ends: endings of module names.
+            ends: names or endings of names; all modules that match are excluded.
             why: the reason, for the log.
         """
         removed = set[str]().union(*(_names_ending_with(end, self.names) for end in ends))
@@ -65,14 +68,15 @@ class Targets:
 
     @property
     def needs_weight_tying(self) -> bool:
-        """Whether PEFT must keep copies tied, because a tied embedding is trained in full."""
+        """True if a tied module is trained in full, so PEFT must keep its trained copies tied."""
         return bool(self.saved & self.tied)
 
 
 def select_targets(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     """Select the modules of `model` that the LoRA settings name. Adds no adapters.
 
-    `all-linear` skips modules that cannot be adapted or exported, and logs it.
+    With `all-linear`, modules that cannot be adapted or exported are skipped, and this is logged.
+    The head of a reward model is always trained in full.
 
     Raises:
         ModelError: a name matches nothing, embedding and head would no longer be tied, or a named
@@ -121,9 +125,10 @@ def linear_names(modules: dict[str, nn.Module]) -> tuple[str, ...]:
 
 
 def check_target_names(model: PreTrainedModel, cfg: LoraConfig) -> None:
-    """Check that `model` has the modules that `cfg` names, without PEFT, whose import starts CUDA.
+    """Raise an error if `model` lacks modules that `cfg` names.
 
-    With fused experts, PEFT may know names that the model lacks, so they are not checked.
+    Does not import PEFT, whose import starts CUDA. If the model has fused experts, names in
+    `target_modules` are not checked, because PEFT may know names that the model lacks.
 
     Raises:
         ModelError: a name matches nothing; also the errors of `select_targets`.
@@ -181,7 +186,9 @@ _ROLES = (
 
 
 def _format_unknown_target(pattern: str, linear: Iterable[str]) -> str:
-    """Format the error for a target that matches no module, with suggestions of similar names.
+    """Format the error for a target that matches no module, with the names of linear layers.
+
+    Names of the same role in other architectures, or with similar spelling, are suggested first.
 
     Args:
         pattern: the name in `lora.target_modules`.
@@ -206,12 +213,11 @@ def _last_part(name: str) -> str:
 
 
 def _find_excluded_names(cfg: LoraConfig, names: Iterable[str]) -> set[str]:
-    """Find the modules among `names` that `lora.exclude_modules` names.
-
-    A run that continues an adapter (`lora.from`) may have patterns that match nothing.
+    """Find the modules among `names` that match the setting `lora.exclude_modules`.
 
     Raises:
-        ModelError: a pattern matches nothing.
+        ModelError: a pattern matches nothing, and the run does not continue an adapter
+            (`lora.from`).
     """
     patterns = cfg.exclude_modules
     continues = cfg.from_ is not None
@@ -247,7 +253,7 @@ def _names_ending_with(pattern: str, names: Iterable[str]) -> set[str]:
 
 
 def _exclusion_advice(cfg: LoraConfig, names: Iterable[str]) -> str:
-    """Format the advice to add modules to `lora.exclude_modules`, by the last part of each name."""
+    """Format the advice to add the last part of each name to `lora.exclude_modules`."""
     leaves = sorted({name.rpartition(".")[2] for name in names})
     if isinstance(cfg.exclude_modules, str):
         return f"name {', '.join(leaves)} in lora.exclude_modules too"
@@ -256,11 +262,13 @@ def _exclusion_advice(cfg: LoraConfig, names: Iterable[str]) -> str:
 
 
 def shortest_suffixes(modules: set[str], names: Iterable[str]) -> set[str]:
-    """Find for each of `modules` the shortest ending of its name that no other module has.
+    """Find for each of `modules` the shortest ending of its name that matches no other module.
+
+    The ending may match several of `modules`.
 
     Args:
-        modules: full names.
-        names: full names of all modules; those not in `modules` must not match.
+        modules: full names of some modules.
+        names: full names of all modules.
     """
     other_names = set(names) - modules
     suffixes = set[str]()
@@ -274,7 +282,7 @@ def shortest_suffixes(modules: set[str], names: Iterable[str]) -> set[str]:
 
 
 def _names_inside(names: Iterable[str], outer: set[str]) -> set[str]:
-    """Find the names that are in `outer` or lie inside a module of `outer`."""
+    """Find the names that are in `outer`, or that lie inside a module of `outer`."""
     return {n for n in names if any(n == o or n.startswith(o + ".") for o in outer)}
 
 
@@ -282,7 +290,8 @@ def _find_modules_to_save(modules: dict[str, nn.Module], cfg: LoraConfig) -> set
     """Find the full names of the modules that `lora.modules_to_save` trains in full.
 
     Raises:
-        ModelError: a name matches nothing, a container, or a module inside another match.
+        ModelError: a name matches nothing (unless `lora.from` is set), a container such as
+            ModuleList, or a module inside another match.
     """
     setting = "lora.modules_to_save"
     matches = _match_names(setting, cfg.modules_to_save, modules, may_miss=cfg.from_ is not None)
@@ -298,6 +307,8 @@ def _select_modules(
     model: PreTrainedModel, cfg: LoraConfig, modules: dict[str, nn.Module]
 ) -> set[str]:
     """Find the full names of the modules that `lora.target_modules` names.
+
+    `all-linear` selects all linear layers except the output head.
 
     Raises:
         ModelError: a regular expression matches nothing. Endings in a list may match nothing.
@@ -320,7 +331,11 @@ def _select_modules(
 
 
 def _find_tied_modules(model: PreTrainedModel) -> set[str]:
-    """Find the modules that hold the input embedding's matrix; empty if only the embedding does."""
+    """Find the modules that share the input embedding's matrix, including the embedding itself.
+
+    Returns:
+        Full names; empty if only the embedding holds the matrix.
+    """
     embedding = model.get_input_embeddings()
     embedding_ids = set() if embedding is None else set(map(id, embedding.parameters()))
     parameters = model.named_parameters(remove_duplicate=False)
@@ -331,7 +346,9 @@ def _find_tied_modules(model: PreTrainedModel) -> set[str]:
 
 
 def _refuse_untying(tied: set[str], expected: set[str], saved: set[str]) -> None:
-    """Raise a ModelError if adapters would untie embedding and head.
+    """Raise a ModelError if adapters or trained copies would untie the embedding and the head.
+
+    PEFT keeps the tie only if both are trained in full and are named `embed_tokens` and `lm_head`.
 
     Args:
         tied: the tied modules; empty if nothing is tied.
@@ -352,7 +369,7 @@ def _refuse_untying(tied: set[str], expected: set[str], saved: set[str]) -> None
 
 
 def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
-    """Raise a ModelError if the embedding got rows for new tokens, but is not trained in full.
+    """Raise a ModelError if a resized embedding or head is not trained in full.
 
     Args:
         model: the base model.
@@ -371,7 +388,10 @@ def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
 
 
 def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
-    """Raise a ModelError if a parameter among `names` stacks experts as rows of a 2-d matrix."""
+    """Raise a ModelError if a parameter among `names` stacks experts as rows of a 2-d matrix.
+
+    PEFT can adapt experts only if they are stacked along a separate dim.
+    """
     for name in sorted(names):
         owner = model.get_submodule(name.rpartition(".")[0])
         flat = model.get_parameter(name).ndim == 2 and not isinstance(owner, _ADAPTABLE)
@@ -383,7 +403,10 @@ def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
 
 
 def _find_obstacle(module: nn.Module) -> str:
-    """Return the reason why a module cannot be adapted; empty if it can. Calls it on meta."""
+    """Return the reason why a module cannot be adapted; empty if it can.
+
+    A subclass of `nn.Linear` with its own forward is called on meta to check its output.
+    """
     if not isinstance(module, _ADAPTABLE):
         return f"is {type(module).__name__}, whose adapter could not be exported"
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
@@ -416,7 +439,7 @@ def _refuse_unmatched_patterns(cfg: LoraConfig, names: set[str]) -> None:
 
 
 def explain_refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
-    """Build the ModelError for an error of PEFT, with the setting that helps."""
+    """Build the ModelError that explains an error of PEFT, and advises which setting to change."""
     target_modules = targets.cfg.target_modules
     for pattern in target_modules if isinstance(target_modules, list) else ():
         if not _names_ending_with(pattern, targets.names):
@@ -434,10 +457,10 @@ def explain_refusal(model: nn.Module, targets: Targets, error: Exception) -> Mod
 
 
 def modules_peft_refuses(error: Exception, targets: Targets) -> set[str]:
-    """Read from an error of PEFT the modules that it cannot adapt; empty if it names none.
+    """Parse an error of PEFT for the modules that it cannot adapt.
 
     Returns:
-        Names or endings of names of modules.
+        Full names or endings of names; empty if the error names no module.
     """
     problem = " ".join(str(error).split())
     match = re.search(r"[Mm]odule '([\w.]+)'", problem)
@@ -452,7 +475,7 @@ def modules_peft_refuses(error: Exception, targets: Targets) -> set[str]:
 
 
 def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
-    """Raise a ModelError if PEFT adapted fewer or more modules than the settings name.
+    """Raise a ModelError if PEFT adapted other modules than the settings select.
 
     With `all-linear`, modules that PEFT skipped are logged instead.
     """

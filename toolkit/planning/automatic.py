@@ -21,16 +21,16 @@ _MAY_BE_AUTO = (("sharding", "activation_checkpointing"), ("train", "per_device_
 
 
 def auto_settings(cfg: RunConfig) -> list[tuple[str, str]]:
-    """List the settings that are `auto`, among micro-batch and recomputation.
+    """List which of the micro-batch and activation checkpointing are set to `auto`.
 
     Returns:
-        (section, name) of each.
+        (section, name) of each such setting, such as ("sharding", "activation_checkpointing").
     """
     return [(s, n) for s, n in _MAY_BE_AUTO if getattr(getattr(cfg, s), n) == "auto"]
 
 
 def format_decision(cfg: RunConfig, decided: RunConfig) -> str:
-    """Format the values that `decided` has for the settings that are `auto` in `cfg`."""
+    """List as text the values in `decided` of all settings that are `auto` in `cfg`."""
     names = auto_settings(cfg)
     texts = [f"{name} {getattr(getattr(decided, section), name)}" for section, name in names]
     if ("train", "per_device_train_batch_size") in names:
@@ -39,13 +39,14 @@ def format_decision(cfg: RunConfig, decided: RunConfig) -> str:
 
 
 def reuse_decision(cfg: RunConfig, recorded: RunConfig | None, world_size: int) -> RunConfig:
-    """Replace each `auto` by the value that an earlier start of the run chose.
+    """Replace each `auto` in `cfg` by the value that an earlier start of the run chose.
 
-    A recorded micro-batch that no longer divides the global batch is not used.
+    A recorded micro-batch is not used if it no longer divides the global batch; then `auto` stays.
 
     Args:
         cfg: the settings of this start.
-        recorded: the settings of the earlier start; None if there was none.
+        recorded: the settings of the earlier start, with its choices. If it is None, `cfg` is
+            returned.
         world_size: the number of ranks of this start.
     """
     if recorded is None:
@@ -63,13 +64,13 @@ def reuse_decision(cfg: RunConfig, recorded: RunConfig | None, world_size: int) 
 
 
 def set_accumulation(cfg: RunConfig, world_size: int) -> RunConfig:
-    """Set `gradient_accumulation_steps` so that a step has `train.global_batch_size` samples.
+    """Return a config in which a step has `train.global_batch_size` samples.
 
-    Returns:
-        The new settings; `cfg` itself if the global batch is not set, or the micro-batch is `auto`.
+    Only `gradient_accumulation_steps` changes. If the global batch is not set, or the micro-batch
+    is `auto`, `cfg` is returned unchanged.
 
     Raises:
-        DataError: micro-batches and ranks do not divide the global batch.
+        DataError: micro-batch times ranks does not divide the global batch.
     """
     global_batch = cfg.train.global_batch_size
     micro_batch = cfg.train.per_device_train_batch_size
@@ -81,11 +82,13 @@ def set_accumulation(cfg: RunConfig, world_size: int) -> RunConfig:
 
 
 def list_candidates(cfg: RunConfig, world_size: int) -> list[list[RunConfig]]:
-    """List the configs that `auto` may become, grouped by activation checkpointing.
+    """List the configs that a config with `auto` may become, grouped by activation checkpointing.
+
+    A setting that is not `auto` keeps its value, so there may be one group or one config per group.
 
     Returns:
-        One list for each kind of activation checkpointing, the fastest kind first. It holds the
-        configs with the largest micro-batch first.
+        One list per mode of activation checkpointing (none, selective, full), the fastest mode
+        first. Each list has the config with the largest micro-batch first.
     """
     recomputation = cfg.sharding.activation_checkpointing
     modes = [recomputation]
@@ -109,7 +112,7 @@ def list_candidates(cfg: RunConfig, world_size: int) -> list[list[RunConfig]]:
 
 
 def candidates_from(cfg: RunConfig, world_size: int, place: int) -> Iterator[RunConfig]:
-    """Yield the configs of `list_candidates` in one sequence, from index `place` on."""
+    """Yield the configs of all groups of `list_candidates` in order, from index `place` on."""
     flat = itertools.chain.from_iterable(list_candidates(cfg, world_size))
     return itertools.islice(flat, place, None)
 
@@ -117,8 +120,9 @@ def candidates_from(cfg: RunConfig, world_size: int, place: int) -> Iterator[Run
 def choose(cfg: RunConfig, world_size: int, device: Device, memory: int) -> tuple[int, Plan]:
     """Find the first candidate for `auto` whose plan fits; if none fits, the last candidate.
 
-    A candidate that cannot be planned does not fit. Creates a fake process group. Makes a few plans
-    for each kind of activation checkpointing, each of which takes seconds.
+    The order is that of `candidates_from`. A candidate that cannot be planned does not fit. Creates
+    a fake process group. Each mode of activation checkpointing takes a few plans, and each plan
+    takes seconds.
 
     Args:
         cfg: settings, some of them `auto`.

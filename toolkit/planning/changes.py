@@ -39,8 +39,8 @@ def find_remedies(
 ) -> tuple[list[Plan], dict[str, str]]:
     """Plan changes to a run that does not fit into `memory` bytes of each device.
 
-    If no single change fits and keeps the training the same, changes are combined, in the order of
-    their usual cost, until one combination fits.
+    If no change that keeps the training the same fits alone, such changes are combined until the
+    combination fits. The usually cheapest changes come first.
 
     Args:
         plan: plan of the run without changes.
@@ -51,8 +51,9 @@ def find_remedies(
         at_least_one: continue beyond `patience` until one change fits.
 
     Returns:
-        The plans that fit; those that keep the training the same come first, then the cheapest. If
-        none fits, all plans. Second, name of each change that cannot be planned -> the reason.
+        First the plans that fit: those that keep the training the same, then the others, each
+        sorted by device-seconds per token. If none fits, all plans. Second, a dict: name of each
+        change that cannot be planned -> the reason.
     """
     end = time.monotonic() + patience
     planner = Planner(device, memory, report)
@@ -73,15 +74,15 @@ def find_remedies(
 
 
 def _device_seconds(plan: Plan) -> float:
-    """Return the device-seconds that one token takes."""
+    """Return the planned device-seconds per token."""
     return plan.estimate.device_time
 
 
 def _useful_changes(plan: Plan, device: Device, memory: int) -> list[Change]:
     """List the changes of a plan's settings that can lower the memory of its device.
 
-    If the state between steps fills the memory, changes of the step alone are dropped. On a CPU,
-    offloading is dropped.
+    If parameters, gradients and optimizer state alone fill `memory`, changes that only affect the
+    memory within a step are dropped. On a CPU, offloading is dropped.
     """
     useless: set[str] = set()
     held_bytes = 0 if plan.cfg.sharding.cpu_offload else plan.sim.state.total
@@ -95,15 +96,17 @@ def _useful_changes(plan: Plan, device: Device, memory: int) -> list[Change]:
 
 
 def _combine_changes(plan: Plan, single_plans: list[Plan], planner: Planner) -> list[Plan]:
-    """Apply one change after the other to a run, until a plan fits.
+    """Apply changes one after the other, each on top of the previous ones, until a plan fits.
+
+    Only changes that keep the training the same are used. The search ends at 64 times the devices.
 
     Args:
         plan: plan of the run without changes.
-        single_plans: existing plans with one change, which are reused.
+        single_plans: existing plans with one change, which are not made again.
         planner: makes the other plans; its `memory` must be set.
 
     Returns:
-        The plan that fits, in a list; empty if none does.
+        A list with the plan that fits; empty if none does.
     """
     memory = planner.memory
     assert memory is not None
@@ -139,7 +142,8 @@ def as_finetuning(cfg: RunConfig) -> FinetuneConfig | None:
     """Convert a config to a FinetuneConfig, which can train adapters.
 
     Returns:
-        None if the weights are random, or if fine-tuning refuses one of the settings.
+        `cfg` itself if it is a FinetuneConfig. None if the weights are random, or if fine-tuning
+        refuses one of the settings.
     """
     if isinstance(cfg, FinetuneConfig):
         return cfg
@@ -156,10 +160,10 @@ def as_finetuning(cfg: RunConfig) -> FinetuneConfig | None:
 
 
 def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
-    """List changes of a run's settings that save memory, the usually cheapest first. No planning.
+    """List changes of a run's settings that save memory, the usually cheapest first. Plans nothing.
 
-    Changes that contradict the run's other settings are omitted. Some use more devices or train
-    differently; see `Change`.
+    Changes that contradict the run's other settings are omitted. Some changes use more devices or
+    train the model differently; the fields `world_size` and `same_training` say so.
     """
     changes: list[Change] = []
 
@@ -233,18 +237,20 @@ def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
 
 
 def compare_layouts(plan: Plan, device: Device, memory: int | None, report: Report) -> list[Plan]:
-    """Plan a run with several meshes, each with three kinds of activation checkpointing.
+    """Plan a run on several meshes, each with `none`, `selective` and `full` recomputation.
 
+    The meshes shard over all ranks, over half of them, over the devices of a node, and over one.
     Layouts that the run would refuse are reported and omitted.
 
     Args:
         plan: plan of the run as it is.
         device: the figures of the run's device.
         memory: bytes of each device; None: every plan counts as fitting.
-        report: called with a line before each plan.
+        report: called with a line before each plan, and with the reason for each omitted layout.
 
     Returns:
-        First the plans that fit, then those that do not; the fastest first in each group.
+        The plans that fit, then those that do not. Each group is sorted by device-seconds per
+        token.
     """
     planner = Planner(device, memory, report)
     world_size = plan.world_size

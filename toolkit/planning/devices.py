@@ -15,7 +15,7 @@ from toolkit.training.flops import find_peak_flops
 
 @dataclass(frozen=True)
 class Device:
-    """Figures of one device, and of its connections to other devices and to the host."""
+    """Figures of a device: memory, speed, bandwidth, and links to other devices and the host."""
 
     name: str
     memory: float
@@ -79,7 +79,7 @@ DEVICES = {
 
 
 def this_host() -> Device:
-    """Describe this machine's CPU as a `Device`, with assumed figures for speed."""
+    """Describe this machine's CPU as a `Device`: its real memory, and assumed figures for speed."""
     memory = float(min(psutil.virtual_memory().total, container_memory().limit))
     flops = torch.get_num_threads() * 1e11
     return Device("CPU", memory, flops, flops, 2e10, 5e9, "assumed", kind="cpu", per_node=1)
@@ -88,8 +88,7 @@ def this_host() -> Device:
 def find_device_name(torch_name: str) -> str | None:
     """Find the key in `DEVICES` for a name that torch reports, such as `NVIDIA H100 80GB HBM3`.
 
-    Returns:
-        None if the device is not known.
+    If several keys match, the most specific one is returned. If none matches, None is returned.
     """
     text = torch_name.lower().replace("rtx ", "rtx")
     words = {name: name.split("-") for name in DEVICES}
@@ -113,7 +112,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def figures_of(device: torch.device) -> Device:
-    """Look up memory, speed and bandwidth of a torch device; an unknown one gets an H100's."""
+    """Look up the `Device` of a torch device. An unknown accelerator gets an H100's figures."""
     if device.type == "cpu":
         return this_host()
     torch_name = torch.get_device_module(device).get_device_name(device)
@@ -125,19 +124,19 @@ def figures_of(device: torch.device) -> Device:
 
 
 def device_here(name: str | None = None) -> tuple[Device, torch.device]:
-    """Find the device of this process to measure on, and its figures.
+    """Find the device of this process on which to measure, and its figures.
 
-    It is the accelerator, or the CPU if torch sees no accelerator or `name` requests the CPU.
+    This is the accelerator, or the CPU if torch sees no accelerator or `name` requests the CPU.
 
     Args:
-        name: as for `device_of`. None: look the figures up by the device's name.
+        name: as for `device_of`. None: look the figures up by the name that torch reports.
 
     Returns:
         (figures, torch device). An accelerator has an index.
 
     Raises:
-        ConfigError: torch sees no accelerator, but `name` is given and is not "cpu"; or the figures
-            are not known or their file is invalid.
+        ConfigError: torch sees no accelerator, but `name` is given and is not "cpu". Or the figures
+            are not known, or their file is invalid.
     """
     if not torch.accelerator.is_available():
         if name is not None and name.lower() != "cpu":
@@ -156,7 +155,8 @@ def device_of(name: str) -> Device:
     """Look up a device by its key in `DEVICES`, or read its figures from a YAML file.
 
     Args:
-        name: `cpu` (this machine's), a key, or a file whose keys are the fields of `Device`.
+        name: `cpu` for this machine's CPU, a key, or a YAML file whose keys are the fields of
+            `Device`.
 
     Raises:
         ConfigError: the name is neither a known device nor a YAML file, or the file is invalid.

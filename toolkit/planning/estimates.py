@@ -40,12 +40,12 @@ _MAX_STORED_FACTOR = 1e6
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurement divided by plan, for memory and time; multiplied with later plans."""
+    """Factors by which a measured step exceeded its plan. Later plans are multiplied by them."""
 
     memory: float = 1.0
-    """For what a step needs beyond parameters, gradients and optimizer state, which are exact."""
+    """Factor of the memory beyond parameters, gradients and optimizer state, which are exact."""
     time: float = 1.0
-    """For the time of computing."""
+    """Factor of the time of computing."""
     source: str = ""
     """The step or the run that was measured."""
 
@@ -62,13 +62,14 @@ def calibrate(
 
     Args:
         sim: the simulated step.
-        peak_bytes: the measured peak.
+        peak_bytes: the measured peak of memory.
         seconds: the measured time.
         planned_seconds: the same time in the plan, without calibration.
-        source: name of what was measured, for reports.
+        source: name of the measured step or run, for reports.
 
     Raises:
-        PlanningError: the peaks differ by a factor over 5, so another step was measured.
+        PlanningError: the memory beyond parameters, gradients and optimizer state differs by a
+            factor over 5, so another step was measured.
     """
     # The largest factor with which no phase exceeds the measured peak.
     memory = min(
@@ -90,7 +91,12 @@ def calibration_file() -> Path:
 
 
 def load_calibration(device: Device, model: str, dtype: str) -> Calibration | None:
-    """Load the stored calibration for a device, class of model, dtype and this torch version.
+    """Load the stored calibration for a device, model and dtype under the current torch version.
+
+    Args:
+        device: its name is a part of the key.
+        model: class of the model.
+        dtype: compute dtype.
 
     Returns:
         The calibration; None if none is stored.
@@ -114,7 +120,10 @@ def load_calibration(device: Device, model: str, dtype: str) -> Calibration | No
 
 
 def save_calibration(device: Device, model: str, dtype: str, calibration: Calibration) -> None:
-    """Store a calibration in `calibration_file`; it replaces an earlier one of the same key."""
+    """Store a calibration in `calibration_file`, in place of an earlier one with the same key.
+
+    The key consists of device, class of model, dtype and torch version.
+    """
     entries = _read_calibrations() | {
         _calibration_key(device, model, dtype): asdict(calibration),
     }
@@ -128,7 +137,7 @@ def _calibration_key(device: Device, model: str, dtype: str) -> str:
 
 
 def _read_calibrations() -> dict:
-    """Read all stored calibrations; {} without a file. Raises ConfigError if it is no mapping."""
+    """Read all stored calibrations; {} without a file. Raises a ConfigError if it is no mapping."""
     file = calibration_file()
     entries = read_yaml(file, ConfigError) if file.is_file() else {}
     if not isinstance(entries, dict):
@@ -140,14 +149,14 @@ def _read_calibrations() -> dict:
 
 
 def list_reserves(device: Device, mesh: tuple[int, int]) -> dict[str, int]:
-    """List assumed memory that tensors do not show, such as CUDA's context and NCCL's buffers.
+    """List assumed memory that no tensor takes, such as CUDA's context and NCCL's buffers.
 
     Args:
         device: the figures of the device.
         mesh: (dp_replicate, dp_shard).
 
     Returns:
-        Name -> bytes of each device.
+        Name of a reserve, for reports -> bytes on each device.
     """
     if device.kind == "cpu":
         return {"process": _PROCESS}
@@ -167,32 +176,32 @@ def reserved_bytes(device: Device, mesh: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated memory in bytes, and time in seconds, of a run on a device.
+    """Estimated memory (bytes), time (seconds) and traffic (bytes) of a run on a device.
 
     Assumes that a device reaches a fixed share of its peak speed; see `devices`.
     """
 
     memory: int
-    """Of a device: the peak of the simulated step, as calibrated, and `reserved_bytes`."""
+    """Bytes of a device: the calibrated peak of the simulated step, plus `reserved_bytes`."""
     compute: float
-    """Of a step: operations alone."""
+    """Seconds of a step for its operations alone."""
     communication: float
-    """Of a step: all collectives, one after the other."""
+    """Seconds of a step for all collectives, one after the other."""
     copies: float
-    """Of a step: to host memory and back, and an optimizer there."""
+    """Seconds of a step for copies to host memory and back."""
     step: float
-    """The sum of what does not overlap."""
+    """Seconds of a step. Operations, collectives and copies overlap in part."""
     gathered: int
-    """Sent by a rank in a step, to gather parameters."""
+    """Bytes that a rank sends in a step to gather parameters."""
     reduced: int
-    """Sent by a rank in a step, to reduce gradients."""
+    """Bytes that a rank sends in a step to reduce gradients."""
     tokens_per_step: int
     """Positions of the global batch, including padding."""
     mfu: float
     host_at_load: int
-    """Of a process."""
+    """Bytes of host memory of a process while it loads the model."""
     host_at_save: int
-    """Of a process."""
+    """Bytes of host memory of a process while it saves a checkpoint."""
     world_size: int
 
     @property
@@ -202,7 +211,7 @@ class Estimate:
 
     @property
     def device_time(self) -> float:
-        """Device-seconds per token: step time x devices / tokens. The cost of a change."""
+        """Device-seconds per token: step time x devices / tokens. Plans are compared by it."""
         return self.step * self.world_size / self.tokens_per_step
 
 
@@ -213,7 +222,7 @@ def estimate(
     device: Device,
     calibration: Calibration | None = None,
 ) -> Estimate:
-    """Estimate the memory and the time of a run from a simulated step.
+    """Estimate the memory and the time of a run from one simulated step.
 
     Args:
         sim: the simulated step.
@@ -281,11 +290,12 @@ def estimate(
 def _compute_seconds(work: Work, device: Device, on_host: bool) -> float:
     """Estimate the seconds of all operations, one after the other.
 
-    Each takes the longest of its computing, its memory access, and a least time per kernel.
+    An operation takes as long as its arithmetic, its memory access or the least time of a kernel,
+    whichever is longest.
 
     Args:
         work: the operations.
-        device: its figures.
+        device: the figures of the device.
         on_host: use the bandwidth of host memory.
     """
     bandwidth = device.host_bandwidth if on_host else device.bandwidth * MEMORY

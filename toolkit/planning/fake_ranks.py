@@ -59,7 +59,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def planned_ranks(cfg: ShardingConfig, world_size: int | None) -> int:
-    """Return the number of ranks to plan for: `world_size`, or if it is None the mesh's product.
+    """Return the number of ranks to plan for: `world_size`, or if None the product of the mesh.
 
     Raises:
         ConfigError: neither is known, or the number is less than 1.
@@ -88,7 +88,7 @@ def sharded(
     torch_compile: TorchCompile = "none",
     compile_by: str | None = None,
 ) -> Iterator[tuple[Sharded, ShardingConfig]]:
-    """Build the model of a run on meta, and shard it in a fake process group, within the context.
+    """Build a run's model on meta and shard it, in a fake process group that exists in the context.
 
     Yields (sharded model, sharding settings with `auto` decided).
 
@@ -98,10 +98,11 @@ def sharded(
         rank: the rank whose shards the model gets.
         device_type: type of the run's devices; decides settings that are `auto`.
         memory: bytes of each device; None: unlimited.
-        model: on meta, without adapters; None: build it.
+        model: a model on meta, without adapters. None: it is built.
         mesh_type: device type of the mesh, which may differ from `device_type`.
-        torch_compile: the setting to use if `compile_by` does not apply.
-        compile_by: a torch.compile backend; used if the run would compile its layers.
+        torch_compile: the setting `torch_compile` to use if `compile_by` is not used.
+        compile_by: a torch.compile backend with which to compile the layers if the run would
+            compile them. None: do not ask.
     """
     with fake_world(world_size, rank):
         model = build_on_meta(model_settings(cfg)) if model is None else model
@@ -126,9 +127,9 @@ def sharded(
 def _decide_sharding(
     model: Any, cfg: ShardingConfig, world_size: int, device_type: str, memory: int | None
 ) -> ShardingConfig:
-    """Return the settings with `auto` decided as on devices of this type and memory.
+    """Return the sharding settings with `auto` decided as a run on such devices would decide it.
 
-    Compilation is turned off. `memory` None means unlimited.
+    Compilation is turned off. `memory` is in bytes; None means unlimited.
     """
     available = float("inf") if memory is None else memory
     splits = should_split_embeddings(model, cfg, device_type)
@@ -148,7 +149,8 @@ def _decide_sharding(
 def planned_packing(cfg: RunConfig, base: nn.Module) -> Packing:
     """Return `data.packing`; if it is `auto`, decide it as the run would.
 
-    Tries packing on a tiny copy of `base`, once for each model, so call it without fake tensors.
+    To decide, packing is tried on a tiny copy of `base`, once per model. Do not call it within a
+    FakeTensorMode.
     """
     if cfg.data.packing != "auto":
         return cfg.data.packing
@@ -163,7 +165,7 @@ def _compiles_layers(
     """Return True if a run on devices of `device_type` would compile its decoder layers.
 
     Args:
-        model: with adapters, on meta.
+        model: a model with its adapters, on meta.
         cfg: the settings of the run.
         sharding: the sharding settings with `auto` decided, except for compilation.
         device_type: type of the run's devices.

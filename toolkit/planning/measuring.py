@@ -34,10 +34,10 @@ from toolkit.planning.simulation import allocate_and_run_step, simulate
 def measure(
     cfg: RunConfig, world_size: int, device: torch.device, rank: int = 0
 ) -> tuple[int, float]:
-    """Run a real step as one rank of a fake process group, and measure it after a warm-up step.
+    """Run real steps as one rank of a fake process group, and measure one after a warm-up step.
 
-    Needs the memory of the run, and seconds. Weights are random. If memory is short, torch's error
-    is raised; see `is_out_of_memory`.
+    Needs the memory of the run, and takes seconds. Weights are random. Without enough memory,
+    torch's error is raised; see `is_out_of_memory`.
 
     Returns:
         (peak of memory in bytes, seconds of a step without communication).
@@ -77,16 +77,16 @@ def measure(
 def try_step(
     cfg: RunConfig, world_size: int, rank: int, device: torch.device, memory: int, reserve: int
 ) -> int | None:
-    """Run a real step as one rank on a device, with limited memory.
+    """Run a real step as one rank on a device, and check that it fits into limited memory.
 
-    Creates a fake process group and limits the memory of this process, so call it in a separate
-    one.
+    Call it in a separate process, because it creates a fake process group and limits the memory of
+    its process.
 
     Args:
         cfg: the settings to try.
         world_size: the number of ranks of the run.
         rank: the rank to run as.
-        device: must have an index, unless it is the CPU.
+        device: the device, with an index unless it is the CPU.
         memory: bytes that the step may allocate.
         reserve: bytes of `memory` that must remain free at the peak.
 
@@ -125,10 +125,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def measure_host_peak(step: Callable[[], Any]) -> int:
-    """Run `step`, and measure the peak of what torch allocates in host memory, in bytes.
+    """Run `step`, and measure the most host memory that torch holds for it at one time, in bytes.
 
-    Bytes that were allocated before do not count. Uses torch's profiler, whose trace takes about 10
-    MB for a decoder layer.
+    Memory that was allocated before does not count. Uses torch's profiler, whose trace takes about
+    10 MB per decoder layer.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -145,7 +145,7 @@ def measure_host_peak(step: Callable[[], Any]) -> int:
 def calibrate_here(cfg: RunConfig, world_size: int, device_name: str | None = None) -> Device:
     """Measure a step on this machine's device, and store a calibration for later plans.
 
-    Runs at most two micro-batches. Communication is not measured, so it is not corrected.
+    The step has at most two micro-batches. Communication is not measured, so it is not corrected.
 
     Args:
         cfg: the settings of the run.
@@ -157,7 +157,7 @@ def calibrate_here(cfg: RunConfig, world_size: int, device_name: str | None = No
 
     Raises:
         ConfigError: torch sees no accelerator for `device_name`, or the figures are not known.
-        PlanningError: the measurement does not match the plan.
+        PlanningError: the step cannot be planned, or its measurement does not match the plan.
     """
     figures, device = device_here(device_name)
     accumulation = min(2, cfg.train.gradient_accumulation_steps)
@@ -175,17 +175,20 @@ def calibrate_here(cfg: RunConfig, world_size: int, device_name: str | None = No
 def calibrate_by_run(run: Path, cfg: RunConfig, device_name: str | None = None) -> Device:
     """Compare the logged metrics of a run with its plan, and store a calibration for later plans.
 
+    Uses the largest peak and the median step time, without the first step.
+
     Args:
-        run: its output_dir.
-        cfg: its settings.
+        run: the run's output_dir.
+        cfg: the run's settings.
         device_name: name or file of the device's figures; None: look them up.
 
     Returns:
         The figures of the run's device.
 
     Raises:
-        ConfigError: the run has logged fewer than three steps, used CPUs, or has no known device.
-        PlanningError: the metrics do not match the plan.
+        ConfigError: the run has metrics of fewer than three steps, used CPUs, or its device is not
+            known.
+        PlanningError: the run cannot be planned, or its metrics do not match the plan.
     """
     starts = read_lines(run / STARTS)
     numbers = [

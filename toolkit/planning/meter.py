@@ -65,20 +65,20 @@ _COLLECTIVES = {
 
 @dataclass
 class Peak:
-    """The moment of a phase (such as the backward) at which most memory is in use."""
+    """The moment of a phase, such as the backward, at which most device memory is in use."""
 
     nbytes: int = 0
     working: int = 0
-    """Bytes of them that are not held between two steps, such as activations."""
+    """The part of `nbytes` that is not held between two steps, such as activations."""
     kinds: dict[str, int] = field(default_factory=dict)
-    """Kind -> bytes."""
+    """Kind of memory -> bytes in use at the peak."""
     layer: str = ""
-    """The decoder layer that ran last before it."""
+    """The decoder layer that ran last before the peak."""
 
 
 @dataclass
 class Work:
-    """Counts of operations and of collectives, from which a device's figures give the time."""
+    """Counts of operations and collectives. A device's figures turn them into time."""
 
     operations: Operations = field(default_factory=Counter)
     traffic: Counter[tuple[str, int, int]] = field(default_factory=Counter)
@@ -99,12 +99,14 @@ class _LiveStorage:
 class Meter(TorchDispatchMode):
     """Dispatch mode that counts memory, operations and traffic of a step on fake CPU tensors.
 
-    Memory counts under a kind: `parameters`, `gradients`, `activations` and so on. Code of
+    Memory is counted by kind: `parameters`, `gradients`, `activations` and so on. Code of
     `torch.compile` is counted when it runs, not while it is compiled.
 
     Args:
-        absent: kinds that are not in the device's memory, such as offloaded ones.
-        granularity: bytes that an allocation is rounded up to.
+        absent: kinds that are not in the device's memory, such as offloaded ones. Totals and peaks
+            do not include them.
+        granularity: unit of the allocator in bytes; the size of each storage is rounded up to a
+            multiple.
         gloo: count the copy that gloo makes of a tensor that it reduces.
     """
 
@@ -119,7 +121,7 @@ class Meter(TorchDispatchMode):
         self.peaks: dict[str, Peak] = {}
         """Phase of the step -> its peak."""
         self.work: dict[str, Work] = {}
-        """Part of the step -> what it computes and sends."""
+        """Part of the step -> its operations and traffic."""
         self.layer = ""
         """The decoder layer that runs; set by the caller."""
         self._absent = {HOST, *absent}
@@ -142,11 +144,12 @@ class Meter(TorchDispatchMode):
         return True
 
     def begin(self, phase: str, part: str = "") -> None:
-        """Start a phase of the step for memory, and optionally a part of it for work.
+        """Begin a phase, such as the backward, and optionally another part of the step.
 
         Args:
-            phase: its peak is recorded in `peaks`.
-            part: operations and traffic count under it in `work`; empty: the part stays.
+            phase: key of `peaks` under which the memory counts from now on.
+            part: key of `work` under which operations and traffic count from now on; empty: no
+                change.
         """
         self._phase = phase
         self._part = part or self._part
@@ -155,13 +158,15 @@ class Meter(TorchDispatchMode):
         self._update_peak()
 
     def claim(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count the memory of these tensors under `kind` from now on."""
+        """Count the memory of these tensors under `kind` from now on, whatever it counted under."""
         for tensor in tensors:
             self._count(tensor, kind, replaces_kind=True)
 
     @contextlib.contextmanager
     def running(self, *, compiled: bool = False) -> Iterator[None]:
         """Within the context, count everything that runs.
+
+        Also patches torch, so that resized storages and the graphs of `torch.compile` are counted.
 
         Args:
             compiled: set it if some of the code is compiled by `torch.compile`.
@@ -196,7 +201,7 @@ class Meter(TorchDispatchMode):
                 yield
 
     def _counting_graphs(self) -> Any:
-        """Build a context that counts the fused kernels of each compiled graph when it runs."""
+        """Build a context in which each compiled graph, when it runs, counts its fused kernels."""
         meter = self
         compile_graph = torch_private(_COMPILER, "boxed_nop")
 
@@ -253,7 +258,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation; replace those that fail on fake tensors by an equivalent one."""
+        """Run an operation. If it would fail on fake tensors, run an equivalent one instead."""
         if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # Kernels support other dtypes, but the implementation for fake tensors does not.
             operands = [t.bfloat16() if isinstance(t, torch.Tensor) else t for t in args[:2]]
@@ -267,7 +272,11 @@ class Meter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _run_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator that takes another operator as an argument, and count the inner one."""
+        """Run an operator that takes another operator as an argument.
+
+        If the operator only saves or restores the random state, the inner operator runs and is
+        counted.
+        """
         is_compiling = self._compilation.try_get() is not None
         if is_compiling or func.name() not in _WITH_RANDOM_STATE:
             return func(*args, **kwargs)
@@ -280,14 +289,14 @@ class Meter(TorchDispatchMode):
     # ---- Memory ----------------------------------------------------------------------------------
 
     def _follow_label(self, func: Any, args: Any) -> None:
-        """Push or pop a label of `record_function` when a profiler operation begins or ends it."""
+        """Push a label of `record_function` when it begins, and pop the last one when it ends."""
         if func is not torch.ops.profiler._record_function_enter_new.default:
             self._labels[-1:] = []
         else:
             self._labels.append(str(args[0]))
 
     def _current_kind(self) -> str:
-        """Derive the kind of new memory from the innermost known label, else from the phase."""
+        """Return the kind of memory allocated now, by FSDP's innermost label or else the phase."""
         for label in reversed(self._labels):
             if label == TO_HOST:
                 return HOST
@@ -298,12 +307,13 @@ class Meter(TorchDispatchMode):
         return WORKING.get(self._phase, self._phase)
 
     def _count(self, tensor: torch.Tensor, kind: str, replaces_kind: bool = False) -> None:
-        """Start to count a tensor's storage, or update its size; it counts until it is freed.
+        """Count a tensor's storage until it is freed; if it counts already, update its size.
 
         Args:
-            tensor: of a DTensor, the local tensor counts.
+            tensor: the tensor; if it is a DTensor, its local tensor counts. Meta tensors are
+                ignored.
             kind: the kind of a new storage.
-            replaces_kind: change the kind of a storage that counts already.
+            replaces_kind: also change the kind of a storage that counts already.
         """
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if local.device.type == "meta":
@@ -321,11 +331,11 @@ class Meter(TorchDispatchMode):
         self._resize(live, storage.nbytes())
 
     def _free(self, key: int) -> None:
-        """Stop counting the storage that has this `id()`."""
+        """Stop counting the storage with the `id()` `key`, because its memory is freed."""
         self._resize(self._storages.pop(key), 0)
 
     def _resize(self, live: _LiveStorage, nbytes: int) -> None:
-        """Set the counted size of a storage in bytes, and update sums and peak."""
+        """Set the counted size of a storage to `nbytes`, rounded up, and update totals and peak."""
         nbytes = -(-nbytes // self._granularity) * self._granularity
         if growth := nbytes - live.nbytes:
             live.nbytes = nbytes
@@ -347,7 +357,10 @@ class Meter(TorchDispatchMode):
     # ---- Work ------------------------------------------------------------------------------------
 
     def _count_collective(self, func: Any, args: Any) -> None:
-        """Add a collective to the traffic, and under gloo its temporary copy to the memory."""
+        """Add a collective to the traffic of the current part.
+
+        A reduce-scatter also counts its output as gradients and, under gloo, a temporary copy.
+        """
         name = _COLLECTIVES.get(func._schema.name)
         tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
         if name is None or not tensors:
@@ -367,7 +380,7 @@ class Meter(TorchDispatchMode):
             self.work[self._part].traffic[name, nbytes, ranks] += 1
 
     def _count_work(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Count an operation's floating-point operations and the bytes it reads and writes."""
+        """Add an operation to the current part: its FLOPs, and the bytes that it moves."""
         if func.namespace in ("c10d", "profiler"):
             return
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -381,7 +394,7 @@ class Meter(TorchDispatchMode):
 
 
 def _count_flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
-    """Return the floating-point operations of a matrix product or attention; else 0."""
+    """Return the FLOPs of an operation; 0 unless it is a matrix product or similar in cost."""
     name = func._schema.name
     if "flash_attention_for_cpu" in name:
         # Causal attention computes half of the products.
@@ -410,11 +423,12 @@ def fused_operations(graph: fx.Graph, flops: Callable[[Any, Any, Any, Any], floa
 
     Args:
         graph: a graph of AOTAutograd, whose nodes hold fake tensors.
-        flops: (operation, arguments, keyword arguments, result) -> floating-point operations; 0 if
-            the operation can be fused with its neighbours.
+        flops: function of (operation, arguments, keyword arguments, result) that returns the
+            floating-point operations; 0 if the operation can be fused with its neighbours.
 
     Returns:
-        (floating-point operations, bytes read and written, in 16 bits) -> number of kernels.
+        A counter of kernels. Its keys are (floating-point operations, bytes read and written, True
+        if the smallest float input has 16 bits or less).
     """
     # Node -> the kernel that writes it; inputs of the graph have none.
     kernel_of: dict[fx.Node, int] = {}
@@ -464,11 +478,11 @@ def fused_operations(graph: fx.Graph, flops: Callable[[Any, Any, Any, Any], floa
 
 
 def _fake_value(node: fx.Node) -> Any:
-    """Return the result of a graph node as fake tensors; None if it has none."""
+    """Return the fake tensors that a graph node stores as its result; None if it stores none."""
     return node.meta.get("val")
 
 
 def _list_tensors(node: fx.Node) -> list[torch.Tensor]:
-    """List the fake tensors of a graph node's result; skip random states, which have no size."""
+    """List the fake tensors of a graph node's result, except random states, which have no size."""
     tensors = (t for t in tree_leaves(_fake_value(node)) if isinstance(t, torch.Tensor))
     return [t for t in tensors if isinstance(t.numel(), int)]

@@ -57,12 +57,12 @@ _STATE_FACTOR = {"adamw_torch_fused": 2.0, "adamw_8bit": 0.5, "muon": 1.0, "adaf
 
 
 class MemoryShortageError(ToolkitError):
-    """A device, or the host, has less memory than the run needs."""
+    """The run needs more memory than a device or the host has."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory that a run needs by its plan, and changes that reduce it."""
+    """The memory that a run needs according to its plan, and changes that reduce it."""
 
     memory: int
     """Bytes that the run needs."""
@@ -76,8 +76,9 @@ def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) 
     """Decide the settings that are `auto`, and refuse a run that cannot fit into the memory.
 
     Decides the micro-batch and the recomputation (see `automatic`) and, with several machines, the
-    mesh. A resumed run keeps what its first start chose. Logs a warning if a step may not fit. A
-    later out-of-memory error of the run will name changes that would fit.
+    mesh. A resumed run keeps the choices of its first start, which the run folder records. Logs a
+    warning if a step may not fit. If the run later fails with an out-of-memory error, the error
+    will name changes that would fit.
 
     Collective. Takes milliseconds. On accelerators, or if parameters, gradients and optimizer state
     take over half of the memory, it also plans a step, which takes seconds. See [Note: separate
@@ -85,9 +86,9 @@ def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) 
 
     Args:
         cfg: the settings of the run.
-        model: on meta, before adapters and sharding.
+        model: the model on meta, before adapters and sharding.
         run: the processes of the run.
-        folder: the run folder, which records the decision.
+        folder: the run folder.
 
     Returns:
         The settings without `auto`.
@@ -131,13 +132,13 @@ def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) 
 def shard_within_machines(cfg: RunConfig, model: nn.Module, run: Run, memory: int) -> RunConfig:
     """Set the mesh to one copy of the model on each machine, if possible, and log the choice.
 
-    Then only gradients are sent between machines. Requires that the settings leave the mesh open,
-    that several machines have accelerators, and that a copy leaves room for a step. See
-    `sharding.dp_shard`.
+    With this mesh, only gradients are sent between machines. It is chosen if the settings leave the
+    mesh open, several machines have several accelerators each, and a copy leaves room for a step.
+    See `sharding.dp_shard`.
 
     Args:
         cfg: the settings of the run.
-        model: on meta, before sharding.
+        model: the model on meta, before sharding.
         run: the processes of the run.
         memory: bytes that each rank may use.
 
@@ -179,9 +180,10 @@ def shard_within_machines(cfg: RunConfig, model: nn.Module, run: Run, memory: in
 
 
 def choose_candidate(cfg: RunConfig, run: Run, device: Device, memory: int) -> RunConfig:
-    """Choose values for `auto`: the first candidate that fits by its plan and in a real step.
+    """Replace `auto` by the first values with which a step fits, by its plan and in a real trial.
 
-    Each rank tries the step on its own device, and all must succeed. Logs the memory. Collective.
+    The plan finds where to start. Then candidates are tried in order: each rank runs a step on its
+    own device, and all must succeed. Logs the measured memory. Collective.
 
     Args:
         cfg: settings, some of them `auto`.
@@ -218,13 +220,16 @@ def choose_candidate(cfg: RunConfig, run: Run, device: Device, memory: int) -> R
 def _choose_by_plan(
     cfg: RunConfig, world_size: int, device: Device, memory: int
 ) -> tuple[int, int]:
-    """Return (index, planned bytes) of the candidate that `automatic.choose` finds."""
+    """Return the index of the candidate that `automatic.choose` finds, and its planned bytes."""
     place, plan = automatic.choose(cfg, world_size, device, memory)
     return place, plan.estimate.memory
 
 
 def _try_in_subprocess(*args: Any) -> int | None:
-    """Call `try_step` in a new process; return None if the system killed that process."""
+    """Call `try_step` with `args` in a new process, and return its result.
+
+    Returns None if the system killed that process, which happens when memory runs out.
+    """
     try:
         return in_subprocess(try_step, *args)
     except BrokenProcessPool:
@@ -232,9 +237,10 @@ def _try_in_subprocess(*args: Any) -> int | None:
 
 
 def free_memory(cfg: ShardingConfig, device: torch.device) -> int:
-    """Return the bytes that this rank may use: `sharding.device_memory`, else what is free now.
+    """Return the bytes that this rank may use: `sharding.device_memory`, or else the free bytes.
 
-    On a CPU, ranks share the free host memory equally. Collective at its first use.
+    On an accelerator, memory that torch has reserved counts as free. On a CPU, the ranks of a
+    machine share the free host memory equally. The first call is collective.
     """
     local_size = ranks.local_world_size()
     limit = cfg.device_memory and parse_size(cfg.device_memory)
@@ -252,10 +258,11 @@ def minimum_bytes(
 ) -> dict[str, int]:
     """Compute a lower bound of the bytes that each rank holds, from an unsharded model.
 
-    With adapters, only the base counts; a 4-bit base takes half a byte per value.
+    With adapters, only the base counts; a 4-bit base takes half a byte per value. Offloaded parts
+    do not count.
 
     Returns:
-        Part of the memory (`parameters`, `gradients` ...) -> bytes.
+        Part (`parameters`, `gradients`, `optimizer state`, `gathered parameters`) -> bytes.
     """
     shards = mesh_shape(world_size, cfg.sharding)[1]
     lora = cfg.adapters
@@ -276,7 +283,10 @@ def minimum_bytes(
 
 
 def in_subprocess(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `fn` in a new process and return its result; see [Note: separate process]."""
+    """Call `fn` in a new process, and return its result or raise its error.
+
+    See [Note: separate process].
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(fn, *args, **kwargs).result()
 
@@ -291,8 +301,8 @@ def predict(
         world_size: the number of ranks.
         device: the figures of their devices.
         memory: bytes of each device.
-        failed: the run has already run out of memory. Then its plan is not trusted: a change must
-            lower the peak by a tenth to count as fitting.
+        failed: True if the run has already run out of memory. Then its plan is too low, so a change
+            must lower the planned peak by a tenth to count as fitting.
     """
     patience = _PATIENCE_FAILED if failed else _PATIENCE
     plan = make_plan(cfg, world_size, device, memory)
@@ -313,7 +323,7 @@ def predict(
 
 
 def _format_remedies(plan: Plan, remedies: list[Plan]) -> str:
-    """Format up to three changes with their memory, and their time relative to `plan`."""
+    """Format up to three changed plans: needed memory, and time relative to `plan`."""
     cost = plan.estimate.device_time
     texts = []
     for remedy in remedies[:_MAX_LISTED]:
@@ -327,14 +337,14 @@ def _format_remedies(plan: Plan, remedies: list[Plan]) -> str:
 def _raise_shortage(
     cfg: RunConfig, world_size: int, device: Device, memory: int, parts: dict[str, int]
 ) -> None:
-    """Raise a MemoryShortageError that lists the needed memory and the cheapest changes.
+    """Plan the cheapest changes, and raise a MemoryShortageError with them and the needed memory.
 
     Args:
         cfg: the settings of the run.
         world_size: the number of ranks.
         device: the figures of their devices.
         memory: bytes that each rank may use.
-        parts: part of the memory -> bytes that a rank holds at least.
+        parts: the result of `minimum_bytes`.
     """
     listed = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
     missing = size_text(sum(parts.values()) - memory)
@@ -346,7 +356,10 @@ def _raise_shortage(
 
 
 def _format_prediction(cfg: RunConfig, world_size: int, device: Device, memory: int) -> str:
-    """Plan a run in a new process; return a log line, a warning, or a note if planning fails."""
+    """Plan a run in a new process, and return a log line with the memory that a step needs.
+
+    The line is a warning with changes if the step does not fit, or a note if planning fails.
+    """
     try:
         prediction = in_subprocess(predict, cfg, world_size, device, memory, False)
     except Exception as error:  # the run may fit, even if it cannot be planned
@@ -359,7 +372,10 @@ def _format_prediction(cfg: RunConfig, world_size: int, device: Device, memory: 
 
 
 def _plan_advice(cfg: RunConfig, world_size: int, device: Device, memory: int) -> str:
-    """Plan changes that would fit in a new process; return them as text, or why there are none."""
+    """Plan changes with which the run would fit, in a new process, and return them as text.
+
+    If planning fails or takes too long, the text says so. No error is raised.
+    """
     try:
         return in_subprocess(_plan_remedies, cfg, world_size, device, memory)
     except BrokenProcessPool:
@@ -369,7 +385,7 @@ def _plan_advice(cfg: RunConfig, world_size: int, device: Device, memory: int) -
 
 
 def _plan_remedies(cfg: RunConfig, world_size: int, device: Device, memory: int) -> str:
-    """Describe changes of the settings with which the run would fit in memory.
+    """Return the changes of the settings with which the run would fit in memory, as text.
 
     Call it in a child process: it sets an alarm that kills its process after a minute.
     """
@@ -383,8 +399,8 @@ def _advise_if_out_of_memory(
 ) -> Iterator[None]:
     """Within the context, turn an out-of-memory error into a MemoryShortageError with advice.
 
-    Each rank that fails prints its error. The first rank that fails plans the changes, and other
-    ranks that fail wait.
+    Each rank that fails prints its error. The first of them also plans changes that would fit; the
+    others wait two minutes for it and then raise the error without advice.
     """
     try:
         yield

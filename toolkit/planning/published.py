@@ -20,7 +20,10 @@ _FILE = Path(__file__).with_name("published.json")
 
 @functools.cache
 def published() -> dict[str, dict[str, Any]]:
-    """Read the shapes of well-known models: name -> `config` and `parameters`. Cached."""
+    """Return the shapes of well-known models, by Hub id. Cached.
+
+    Each value is a dict with `config`, the content of config.json, and `parameters`, their number.
+    """
     content = json.loads(_FILE.read_text("utf-8"))
     models = content["models"]
     tuned = {name: models[base] for name, base in content["same_shape"].items()}
@@ -31,8 +34,8 @@ def with_known_shape(cfg: Any) -> tuple[Any, str]:
     """Use the toolkit's own config.json of a well-known model if the Hub's cannot be read.
 
     Returns:
-        (settings, note). If the toolkit's copy is used, the model is a temporary folder, and the
-        note says so. Otherwise `cfg` and an empty note are returned.
+        The settings, and a note for the user. If the toolkit's copy is used, `model.name_or_path`
+        is a temporary folder. Otherwise `cfg` and an empty note are returned.
     """
     name = cfg.model.name_or_path
     if name not in published():
@@ -53,7 +56,10 @@ _temporary_folders: list[tempfile.TemporaryDirectory[str]] = []
 
 @functools.cache
 def _temporary_folder(name: str) -> Path:
-    """Create a folder with config.json of a well-known model; it exists until the process ends."""
+    """Create a folder with config.json of a well-known model. Cached.
+
+    The folder exists until the process ends.
+    """
     folder = tempfile.TemporaryDirectory(prefix="toolkit-shape-")
     _temporary_folders.append(folder)
     return write_shape(name, Path(folder.name))

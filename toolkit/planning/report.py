@@ -39,7 +39,7 @@ class PlanReport:
 
     plan: Plan
     last: State
-    """Of the last rank, whose shards are the smallest; the first rank's are the largest."""
+    """State of the last rank, whose shards are the smallest. Those of the first are the largest."""
     device: Device
     memory: int | None
     """Bytes that the run must fit into."""
@@ -48,7 +48,7 @@ class PlanReport:
     """Change that cannot be planned -> the reason."""
     layouts: list[Plan] = field(default_factory=list)
     decision: str = ""
-    """What `auto` becomes."""
+    """The values that `auto` becomes, as text."""
     longest: Longest | None = None
     """The largest sizes that fit, if they were searched for."""
 
@@ -60,7 +60,7 @@ class PlanReport:
     # ---- Facts -----------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Collect all results as a dict for JSON, in bytes and seconds."""
+        """Collect plan, estimates, remedies and layouts as a dict for JSON (bytes and seconds)."""
         sim = self.plan.sim
         estimate = self.plan.estimate
         calibration = self.plan.calibration
@@ -106,7 +106,7 @@ class PlanReport:
         }
 
     def _disk_facts(self) -> dict[str, int]:
-        """Return the bytes of a `checkpoint` and an `export`, and the number of `checkpoints`.
+        """Return the bytes of a `checkpoint` and of an `export`, and the number of `checkpoints`.
 
         The number is the largest that is on the disk at one time.
         """
@@ -115,7 +115,10 @@ class PlanReport:
         return {"checkpoint": sim.checkpoint, "checkpoints": count, "export": sim.export}
 
     def _run_facts(self) -> dict[str, Any]:
-        """Return `max_steps`, `tokens` and `seconds` of the run; all None without `max_steps`."""
+        """Return `max_steps`, `tokens` and `seconds` of the complete run, by these names.
+
+        All are None if `train.max_steps` is not set.
+        """
         steps = self.plan.cfg.train.max_steps
         if steps < 1:
             return {"max_steps": None, "tokens": None, "seconds": None}
@@ -128,7 +131,7 @@ class PlanReport:
     # ---- Text ------------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Format the report for the terminal, in 80 columns."""
+        """Format the report for the terminal, 80 columns wide, in one text."""
         sim = self.plan.sim
         lines = [
             *self._run_lines(),
@@ -167,7 +170,7 @@ class PlanReport:
         return "\n".join(lines)
 
     def _run_lines(self) -> list[str]:
-        """Format model, mesh, batch and the values chosen for `auto`."""
+        """Format lines with the model, the mesh, the batch and the values chosen for `auto`."""
         sim = self.plan.sim
         train = self.plan.cfg.train
         length = self.plan.cfg.data.sequence_length
@@ -185,7 +188,7 @@ class PlanReport:
         return lines
 
     def _calibration_lines(self) -> list[str]:
-        """Format the sentence about the calibration that was used; empty if there is none."""
+        """Format lines that describe the calibration that was used; empty if there is none."""
         calibration = self.plan.calibration
         if calibration is None:
             return []
@@ -196,7 +199,7 @@ class PlanReport:
         )
 
     def _state_table(self) -> list[str]:
-        """Format a table of the bytes between two steps, of the first and of the last rank."""
+        """Format a table of the bytes that the first and the last rank hold between two steps."""
         first = asdict(self.plan.sim.state)
         last = asdict(self.last)
         rows = [["", "first rank", "last rank"]]
@@ -206,7 +209,10 @@ class PlanReport:
         return format_table(rows, right={1, 2})
 
     def _peak_table(self) -> list[str]:
-        """Format a table of the peak of each phase, by kind of memory."""
+        """Format a table of the memory in GB at the peak of each phase, one row per kind of memory.
+
+        Kinds below 5 MB and below 1 % of the peak are omitted.
+        """
         peaks = self.plan.sim.peaks
         rows = [["", *peaks]]
         largest: dict[str, int] = {}
@@ -263,7 +269,10 @@ class PlanReport:
         return format_table(rows, right=set())
 
     def _change_table(self, plans: list[Plan]) -> list[str]:
-        """Format a table of changed plans: memory, time, relative cost, and whether each fits."""
+        """Format a table of changed plans: memory, time, relative cost, and whether each fits.
+
+        A legend follows. Plans that train the model differently are marked with `*`.
+        """
         rows = [["", "needs", "step", "cost", "fits"]]
         for plan in plans:
             facts = self._change_facts(plan)
@@ -295,16 +304,17 @@ def plan_run(
 ) -> PlanReport:
     """Plan a run and, if it does not fit into `memory`, changes that make it fit.
 
-    Takes seconds for each plan, because each simulates a step. Shows a progress bar.
+    Settings that are `auto` are decided first. Takes seconds for each plan, because each simulates
+    a step. Shows a progress bar.
 
     Args:
         cfg: the settings of the run.
         world_size: the number of ranks; None: the product of the mesh in the settings.
         device: the figures of the devices.
-        memory: bytes of each device that the run must fit into; None: no limit.
-        sweep: also compare several meshes, each with three kinds of activation checkpointing.
-        sizes: also find the longest sequence and the largest micro-batch that fit into `memory`, or
-            if it is None into the memory of the device.
+        memory: bytes of each device into which the run must fit; None: no limit.
+        sweep: also compare several meshes, each with three modes of activation checkpointing.
+        sizes: also find the longest sequence and the largest micro-batch that fit into `memory`. If
+            `memory` is None, the device's memory is the limit.
 
     Raises:
         ConfigError: the number of ranks is not known.
@@ -348,7 +358,7 @@ def _gigabytes(nbytes: int) -> str:
 
 
 def _format_duration(seconds: float) -> str:
-    """Format seconds as minutes, hours or days."""
+    """Format seconds as minutes (below 2 hours), hours (below 2 days) or days."""
     if seconds < 7200:
         minutes = math.ceil(seconds / 60)
         return f"{minutes} minute{'s' if minutes > 1 else ''}"
@@ -359,7 +369,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def summarise_units(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any]:
-    """Collect for JSON how a run would be sharded on GPUs: units, dtypes and tables as text.
+    """Describe as a dict for JSON how a run would be sharded on GPUs: units, dtypes, text tables.
 
     Shards the model on meta in a fake process group, without weights.
 

@@ -30,7 +30,7 @@ _MAX_MICRO_BATCH = 1024
 
 @dataclass(frozen=True)
 class Change:
-    """The settings of a run after a change, not planned yet."""
+    """A run's settings after a change that is not planned yet."""
 
     name: str
     """The changed settings and their values, for reports."""
@@ -41,7 +41,7 @@ class Change:
 
     @property
     def setting(self) -> str:
-        """Name of the changed setting; of several the first."""
+        """Name of the changed setting; if several were changed, the first one."""
         return self.name.split()[0]
 
 
@@ -49,7 +49,7 @@ class Change:
 class Plan:
     """The simulated step of a run, and its estimated memory and time on a device.
 
-    `change` names the settings that differ from the user's run; it is empty for that run itself.
+    `change` names the settings that differ from the user's run. It is empty for the user's run.
     """
 
     change: str
@@ -63,7 +63,7 @@ class Plan:
     """The measurement that corrected the estimate."""
 
     def fits(self, memory: int | None) -> bool:
-        """Return True if the run needs at most `memory` bytes of each device; None: no limit."""
+        """Return True if a device needs at most `memory` bytes, or if `memory` is None."""
         return memory is None or self.estimate.memory <= memory
 
 
@@ -77,12 +77,14 @@ def make_plan(
 ) -> Plan:
     """Simulate a step of a run, and estimate its memory and time on a device.
 
+    A stored calibration of the device corrects the estimate.
+
     Args:
         cfg: the settings of the run.
         world_size: the number of ranks.
         device: the figures of the devices.
         memory: bytes of each device, which decide some `auto` settings; None: the device's own.
-        change: name of the change that led to `cfg`.
+        change: name of the change that led to `cfg`, for the plan.
         same_training: False if the change trains the model differently.
 
     Raises:
@@ -102,7 +104,7 @@ def with_settings(cfg: Any, section: str, **settings: Any) -> Any:
 
 @dataclass
 class Planner:
-    """Plans changes of a run on one device, and records which ones cannot be planned."""
+    """Plans changes of a run on one device, and records the changes that cannot be planned."""
 
     device: Device
     memory: int | None
@@ -111,10 +113,11 @@ class Planner:
     """Name of a change -> why it cannot be planned."""
 
     def plan(self, change: Change, name: str | None = None) -> Plan | None:
-        """Report a change as `name`, and plan it.
+        """Report a change under `name`, and plan it.
 
         Returns:
-            None if the run would refuse the change. Its reason is reported, and stored in `failed`.
+            The plan. None if the change cannot be planned; the reason is reported and added to
+            `failed`.
         """
         name = name or change.name
         self.report(name)
@@ -141,14 +144,15 @@ def search(
 ) -> int:
     """Find how many of the candidates fit into the memory, with few calls of `needs`.
 
-    Each guess interpolates between the two known needs nearest to the memory. Takes four to eight
-    calls for a thousand candidates, because needs grow almost linearly.
+    Each guess interpolates between the two known needs that are nearest to `memory`. Takes four to
+    eight calls for a thousand candidates, because needs grow almost linearly.
 
     Args:
         candidates: sorted by the memory they need, the smallest first.
         needs: computes the bytes of a candidate; infinite if it cannot be run.
         memory: bytes that are available.
-        known_needs: position of a candidate, from 1 -> its bytes. A fraction lies between two.
+        known_needs: known bytes, by position. Candidates have the positions 1, 2, ...; 1.5 lies
+            between the first two.
 
     Returns:
         n if exactly the first n candidates fit; 0 if none does.
@@ -175,8 +179,10 @@ def search(
 def _guess_place(needs: dict[float, float], memory: float, fitting: int, too_large: int) -> int:
     """Guess the position of the last candidate that fits, by linear interpolation.
 
+    The guess may lie outside of the two positions that are given.
+
     Args:
-        needs: position of a candidate, from 1 -> its bytes.
+        needs: position of a candidate, counted from 1 -> its bytes.
         memory: bytes that are available.
         fitting: the last position that is known to fit; 0 if none is.
         too_large: the first position that is known not to fit.
@@ -199,7 +205,7 @@ def _guess_place(needs: dict[float, float], memory: float, fitting: int, too_lar
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence and the largest micro-batch that fit; 0 if none does."""
+    """The longest sequence and the largest micro-batch that fit; a size is 0 if none fits."""
 
     sequence_length: int
     batch: int
@@ -208,15 +214,16 @@ class Longest:
     """The report for people."""
 
     def summary(self) -> dict[str, Any]:
-        """Return the two sizes by the names of their settings, for JSON."""
+        """Return the two sizes for JSON, under the names of their settings."""
         return {"sequence_length": self.sequence_length, "per_device_train_batch_size": self.batch}
 
 
 def find_longest(plan: Plan, device: Device, memory: int, report: Report) -> Longest:
     """Find the longest sequence and the largest micro-batch that fit into `memory` bytes.
 
-    Each is searched for while the other keeps its value in `plan`. Makes four to eight plans in
-    all, each of which takes seconds.
+    Each is searched for while the other keeps its value in `plan`. The length is a multiple of 512
+    tokens, up to the positions of the model. Makes four to eight plans in all, each of which takes
+    seconds.
 
     Args:
         plan: plan of the run as it is.

@@ -62,12 +62,12 @@ class PlanningError(ToolkitError):
 
 
 class _CompilationError(PlanningError):
-    """A run can be planned only if its layers are not compiled."""
+    """A run cannot be planned with compiled layers. It may be planned without compilation."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of parameters, gradients and optimizer state that one rank holds."""
+    """Bytes of parameters, gradients and optimizer state that one rank holds in a step."""
 
     parameters: int
     """After the step, including those of frozen models."""
@@ -78,7 +78,7 @@ class State:
 
     @property
     def total(self) -> int:
-        """The sum, in bytes."""
+        """The sum of the three, in bytes."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -95,9 +95,9 @@ class Simulation:
     mesh: tuple[int, int]
     """(dp_replicate, dp_shard)."""
     state: State
-    """Exact: the values of this rank's shards."""
+    """Exact bytes of this rank's shards."""
     offloaded: int
-    """Bytes in host memory: the state, and the largest activations."""
+    """Bytes in host memory: offloaded state and, at their peak, offloaded activations."""
     peaks: dict[str, Peak]
     """Phase of the step -> its peak."""
     work: dict[str, Work]
@@ -112,7 +112,7 @@ class Simulation:
     """Bytes of an export."""
     notes: tuple[str, ...] = ()
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    """As simulated, with `auto` decided."""
+    """The sharding settings of the simulation, with `auto` decided."""
 
     @property
     def peak(self) -> Peak:
@@ -136,7 +136,8 @@ def simulate(
 ) -> Simulation:
     """Simulate a step of one rank, without weights and without a device.
 
-    Takes about 0.1 s for a decoder layer, and 2 s for each kind of layer if layers are compiled.
+    If compiled layers cannot be simulated, they are simulated without compilation, and a note says
+    so. Takes about 0.1 s per decoder layer, or 2 s per kind of layer if layers are compiled.
     Creates a fake process group.
 
     Args:
@@ -172,12 +173,11 @@ def _simulate(
 ) -> Simulation:
     """Simulate a step once; see `simulate`.
 
-    If `compiled` is True, the simulation compiles the layers that the run compiles. If False, it
-    compiles none.
+    If `compiled` is True, the layers that the run compiles are compiled. If it is False, none are.
 
     Raises:
         PlanningError: the step cannot run without values.
-        _CompilationError: the same, while layers are compiled.
+        _CompilationError: the step cannot run without values, and its layers are compiled.
     """
     backend = TRACED if compiled and cfg.sharding.torch_compile_backend == "inductor" else None
     on_host = device_type == "cpu"
@@ -243,17 +243,17 @@ def _simulate(
 
 
 def _probe_loss(base: Any, model: nn.Module) -> list[str]:
-    """Run a tiny copy of a model to learn how it computes its logits.
+    """Run a tiny copy of a model to find out how the model computes its logits.
 
-    Stores the result on `model`, where the loss reads it. Does nothing for a reward model, which
-    has no logits of tokens.
+    The result is stored on `model`, and the loss reads it there. Nothing is done for a reward
+    model, which has no logits of tokens.
 
     Args:
         base: the base model, without adapters.
         model: the model of the run, on meta.
 
     Returns:
-        Notes for the user.
+        Notes for the user; often empty.
 
     Raises:
         PlanningError: no tiny copy can compute its loss.
@@ -282,7 +282,10 @@ def _probe_loss(base: Any, model: nn.Module) -> list[str]:
 
 
 def state_of(cfg: RunConfig, world_size: int, rank: int) -> State:
-    """Count the bytes that a rank on GPUs holds between two steps, without running a step."""
+    """Count the bytes that a rank on GPUs holds between two steps, without running a step.
+
+    Gradients count, although a step deletes them at its end.
+    """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with sharded(cfg, world_size, rank, "cuda") as (sharded_model, _):
         model = sharded_model.model
@@ -299,10 +302,10 @@ def state_of(cfg: RunConfig, world_size: int, rank: int) -> State:
 def materialise_run(
     model: Any, cfg: RunConfig, device: Device
 ) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
-    """Allocate the parameters and buffers of a sharded meta model, and its optimizer's state.
+    """Allocate a sharded meta model with small random values, and build its optimizer with state.
 
     Returns:
-        (optimizer, tensors of its state).
+        The optimizer, and the tensors of its state.
     """
     _materialise_model(model, device)
     optimizer = build_optimizer(model, cfg.optim)
@@ -311,7 +314,7 @@ def materialise_run(
 
 
 def _materialise_model(model: Any, device: Device) -> None:
-    """Allocate the parameters and buffers of a sharded meta model, with small random values."""
+    """Allocate a sharded meta model: small random values for parameters, zeros for buffers."""
     for names in tied_families(model).values():
         reference = model.get_parameter(names[0])
         shard = torch.zeros_like(local_tensor(reference), device=device)
@@ -331,18 +334,18 @@ def allocate_and_run_step(
     *,
     around: Callable[[Callable[[], object]], object] = lambda step: step(),
 ) -> State:
-    """Allocate a sharded meta model and its optimizer, and run a step.
+    """Allocate a sharded meta model and its optimizer, and run a training step on them.
 
     `simulate` calls it with fake tensors (see [Note: fake step]), `measure` with real ones. It runs
-    at most two micro-batches, and adds the work of the remaining ones to `meter`.
+    at most two micro-batches. The work of the remaining ones is added to `meter`.
 
     Args:
         sharded: the model.
         objective: computes the loss; its frozen models are allocated, too.
-        meter: gets the phases of the step, and which tensors are parameters, gradients and so on.
-        device: where memory is allocated.
-        batch: on the host; every micro-batch of the step is a copy of it.
-        around: called with a function that runs the step; may call it several times.
+        meter: learns the phases of the step, and which tensors are parameters, gradients and so on.
+        device: the device on which memory is allocated.
+        batch: a batch on the host; every micro-batch of the step is a copy of it.
+        around: called with a function that runs the step; it may call that function several times.
 
     Returns:
         Bytes of parameters and optimizer state after the step, and of gradients before the
@@ -400,7 +403,10 @@ def allocate_and_run_step(
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's state by a step on zero gradients, then remove the gradients."""
+    """Create the optimizer's state by a step on zero gradients, then remove the gradients.
+
+    The step may change the parameters, for example by weight decay.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -418,9 +424,9 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _use_run_masks(has_mask: bool) -> Iterator[None]:
     """Within the context, make transformers build the attention masks that the real run builds.
 
-    With fake tensors transformers always builds a mask, which is right if rows are padded. For full
-    rows the run reads from the tensors that they are not packed, and builds no mask. `Meter`
-    answers that read.
+    With fake tensors transformers always builds a mask. That is right for padded rows (`has_mask`).
+    For full rows the real run reads from the tensors that they are not packed, and builds no mask,
+    so transformers is patched to do the same.
     """
     if has_mask:
         yield
@@ -432,10 +438,10 @@ def _use_run_masks(has_mask: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _suppress_logs() -> Iterator[None]:
-    """Within the context, suppress warnings and torch's logs.
+    """Within the context, suppress warnings and torch's logs up to the level ERROR.
 
-    They concern operations without values, whose error is reported, and compilation, which the run
-    logs again.
+    Nothing is lost: an operation that needs values raises an error, and the run logs its
+    compilation itself.
     """
     disabled_level = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -448,7 +454,7 @@ def _suppress_logs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _follow_layers(model: nn.Module, meter: Meter) -> Iterator[None]:
-    """Within the context, set `meter.layer` to the layer that runs its forward or backward."""
+    """Within the context, keep `meter.layer` at the decoder layer that ran last."""
     with contextlib.ExitStack() as hooks:
         for name, layer in decoder_layers(base_of(model)).items():
             # Not compiled, because each layer's name would make a separate graph.

@@ -52,13 +52,14 @@ _STATEMENT = re.compile(rf'File "[^"]*?([\w-]+\.py)", line \d+, in \w+\n\s*{_RAN
 class Launch:
     """A command that starts at once, runs in the background and writes to a log file.
 
-    As a context manager, it kills the command's processes when the block ends.
+    As a context manager, it kills the command's processes when the block ends. The command sees no
+    GPU.
 
     Args:
         command: the program and its arguments.
-        log: file that the output is appended to.
+        log: file to which the command and its output are appended.
         cache: folder for the cache of `datasets`.
-        blame: stage of the rehearsal that a failure counts for; None: find it in the log.
+        blame: name of the stage that fails if the command fails; None: find it in the log.
     """
 
     def __init__(self, command: list[str], log: Path, cache: Path, blame: str | None = None):
@@ -86,10 +87,10 @@ class Launch:
         self.kill()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` returns True.
+        """Wait until `condition` returns True; it is called several times per second.
 
         Raises:
-            StageError: the processes ended before that, or the launch took over ten minutes.
+            StageError: the command ended before that, or it was started more than ten minutes ago.
         """
         while not condition():
             if (code := self._process.poll()) is not None:
@@ -102,7 +103,11 @@ class Launch:
             time.sleep(_POLL_SECONDS)
 
     def wait(self) -> None:
-        """Wait until the command has ended; raise a StageError if it failed or took too long."""
+        """Wait until the command has ended without an error.
+
+        Raises:
+            StageError: the command failed, or was started more than ten minutes ago.
+        """
         self.wait_for(lambda: self._process.poll() == 0)
 
     @property
@@ -111,7 +116,7 @@ class Launch:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kill the command and its child processes with SIGKILL, and wait for its end."""
+        """Kill the command and its child processes with SIGKILL, and wait until it has ended."""
         if self.running:
             parent = psutil.Process(self._process.pid)
             # Children first, because their launcher would shut them down in an orderly way.
@@ -123,7 +128,7 @@ class Launch:
         self._process.wait()
 
     def _failure(self, code: int) -> StageError:
-        """Build the error for a command that has ended, from its exit code and its log."""
+        """Build the error for a command that ended too early, from its exit code and log."""
         text = self.log.read_text("utf-8", "replace")
         if code == 0:
             message = "the processes ended without an error before the expected event"
@@ -139,7 +144,7 @@ def find_cause(log: str) -> tuple[str | None, str | None]:
     """Find in a log the stage in which a launch failed, and its error message.
 
     Returns:
-        The stage and the message; each is None if the log does not show it.
+        Name of the stage, and the message. Each is None if the log does not show it.
     """
     cause = None
     if reported := _ERROR.search(log):

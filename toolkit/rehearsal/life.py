@@ -40,17 +40,17 @@ _LOSS_TOLERANCE = 0.05
 
 @dataclass
 class SmallRun:
-    """The small run of a rehearsal: trains, is killed, resumes, and is exported.
+    """The small run of a rehearsal: it trains, is killed, resumes, and is exported.
 
-    Its public methods are stages, called in order. Each returns a text for the report, and raises a
-    StageError if it fails, or a SkippedError if it does not apply.
+    Its public methods are the stages, called in order. Each returns a text for the report. It
+    raises a StageError if the stage fails, and a SkippedError if the stage does not apply.
 
     Args:
         recipe: name of the recipe to start.
         real_cfg: the config of the user's run.
         cfg: the config of the small run.
         world_size: the number of processes.
-        folder: for all files of the rehearsal.
+        folder: folder for all files of the rehearsal.
         logs: folder for the output of the processes.
     """
 
@@ -80,7 +80,7 @@ class SmallRun:
     # ---- A start that is killed ------------------------------------------------------------------
 
     def load(self) -> str:
-        """Start the recipe, wait for its first step, and return a sentence for the report."""
+        """Start the recipe, and wait until it has logged its first step."""
         command = recipe_command(self.recipe, self.config, self.world_size)
         launch = Launch(command, self.logs / "train.log", self.folder / "cache")
         self.first_launch: Launch = self._open.enter_context(launch)
@@ -97,13 +97,18 @@ class SmallRun:
         return f"loss {losses[0]:.4f} at step 1, {last:.4f} at step {SAVE_STEPS}"
 
     def save(self) -> str:
-        """Wait until two checkpoints are committed."""
+        """Wait until the checkpoints of two steps are complete."""
         steps = {SAVE_STEPS, _REPEATED_STEP}
         self.first_launch.wait_for(lambda: steps <= committed_steps(self.run).keys())
         return f"checkpoints of steps {SAVE_STEPS} and {_REPEATED_STEP}"
 
     def kill(self) -> str:
-        """Kill all processes, verify both checkpoints, and move the second one away."""
+        """Kill all processes, verify both checkpoints, and move the second one out of the run.
+
+        Raises:
+            StageError: the run had already ended.
+            ToolkitError: a checkpoint is damaged.
+        """
         has_ended = not self.first_launch.running
         self.first_launch.kill()
         steps = committed_steps(self.run)
@@ -121,7 +126,7 @@ class SmallRun:
     # ---- The resumed run -------------------------------------------------------------------------
 
     def resume(self) -> str:
-        """Start the recipe again: it resumes from the first checkpoint and runs to the last step.
+        """Start the recipe again: it must resume from the first checkpoint, and train to the end.
 
         Metrics and the second checkpoint must be bitwise identical to those before the kill.
         """
@@ -151,7 +156,10 @@ class SmallRun:
         return f"{steps} again, bitwise identical; then to step {LAST_STEP}"
 
     def evaluate(self) -> str:
-        """Check that the resumed run evaluated its last step, with finite losses."""
+        """Check that the resumed run evaluated its last step, with finite losses.
+
+        Skipped if the config has no evaluation data.
+        """
         metrics = read_metrics(self.run)[-1]
         losses = {
             name: value
@@ -173,8 +181,8 @@ class SmallRun:
     def other_ranks(self) -> str:
         """Resume on another number of ranks, and repeat the last steps.
 
-        It is half of the ranks, or two if there is one. The position in the data must be the same,
-        and the last loss may differ by rounding.
+        The number is half of the ranks or less, or two instead of one. The position in the data
+        must be the same, and the last loss must agree within 5 %.
         """
         layout = plan_other_ranks(self.cfg.train, self.world_size)
         if layout is None:
@@ -224,9 +232,10 @@ class SmallRun:
         return "every file and tensor is bitwise identical"
 
     def reload(self) -> str:
-        """Start `reader.py` on the export, and wait until transformers has loaded it.
+        """Start `reader.py` on the export, and wait until transformers has loaded the export.
 
-        The program is separate, and uses transformers and PEFT but not the toolkit.
+        `reader.py` is a separate program that uses transformers and PEFT but not the toolkit. With
+        adapters it loads the merged export.
         """
         folder = self.merged if self.has_adapter else self.export
         script = Path(__file__).with_name("reader.py")
@@ -246,13 +255,16 @@ class SmallRun:
         return self._wait_for_reader("generate")
 
     def adapter(self) -> str:
-        """Wait until `reader.py` has merged the adapter with PEFT and compared the result."""
+        """Wait until `reader.py` has merged the adapter with PEFT and compared the result.
+
+        Skipped without adapters.
+        """
         if not self.has_adapter:
             raise SkippedError("no adapters: lora.r is 0")
         return self._wait_for_reader("adapter")
 
     def push(self) -> str:
-        """Report which files of the export `push` would send; nothing is sent."""
+        """Report which files of the export `toolkit push` would send. Sends nothing."""
         hub_cfg = self.real_cfg.hub
         folder = self.merged if self.has_adapter else self.export
         if hub_cfg.hub_model_id is None:
@@ -270,15 +282,18 @@ class SmallRun:
         return any(line["step"] == step and "loss" in line for line in read_metrics(self.run))
 
     def _run_to_end(self, name: str, world_size: int, *flags: str) -> Path:
-        """Start the recipe and wait until it has written the last checkpoint.
+        """Start the recipe, and wait until it has written the last checkpoint and ended.
 
         Args:
-            name: for the log file, and for the stage that a failure counts for.
+            name: name of the log file, and of the stage that fails if the recipe fails.
             world_size: the number of processes.
             flags: additional command-line arguments.
 
         Returns:
-            Its log file.
+            The log file.
+
+        Raises:
+            StageError: the recipe failed, took too long, or ended without that checkpoint.
         """
         command = [*recipe_command(self.recipe, self.config, world_size), *flags]
         log = self.logs / f"{name}.log"
@@ -289,7 +304,11 @@ class SmallRun:
         return log
 
     def _wait_for_reader(self, stage: str) -> str:
-        """Wait until `reader.py` prints the JSON line of a stage, and return the text in it."""
+        """Wait until `reader.py` reports that a stage passed, and return the text of its report.
+
+        Raises:
+            StageError: `reader.py` ended without that report, or took too long.
+        """
         texts: list[str] = []
 
         def has_reported() -> bool:
@@ -304,7 +323,7 @@ class SmallRun:
 
 
 def _compare_checkpoints(first: Path, second: Path) -> list[str]:
-    """Compare two checkpoints of one step, and name what is not bitwise identical.
+    """List the parts of two checkpoints of one step that are not bitwise identical.
 
     Compares weights, optimizer state, position in the data, and random state.
     """
@@ -324,11 +343,11 @@ def _compare_checkpoints(first: Path, second: Path) -> list[str]:
 
 
 def _read_position(checkpoint: Path) -> Any:
-    """Read the data entry of a checkpoint's state.json; None if there is none."""
+    """Read the position in the data from a checkpoint's state.json; None if it has none."""
     return json.loads((checkpoint / "state.json").read_text("utf-8")).get("data")
 
 
 def _check_report(report: Any) -> None:
-    """Raise a ToolkitError with the first three findings if a verification failed."""
+    """Raise a ToolkitError with the first three findings unless the verification passed."""
     if not report.ok:
         raise ToolkitError("; ".join(report.lines()[:3]))

@@ -39,9 +39,12 @@ from toolkit.start_checks import RunStart, run_checks
 def count_processes(cfg: ShardingConfig, world_size: int) -> int:
     """Return the number of processes of the real run, as far as its mesh fixes it.
 
+    If one dimension is -1 and the other one does not fit into `world_size`, the result is a
+    multiple of the fixed dimension.
+
     Args:
         cfg: the sharding settings of the run.
-        world_size: the number of processes of the rehearsal, used for mesh dimensions that are -1.
+        world_size: the number of processes of the rehearsal, used for a dimension that is -1.
     """
     fixed_sizes = [size for size in (cfg.dp_replicate, cfg.dp_shard) if size != -1]
     product = math.prod(fixed_sizes)
@@ -53,7 +56,7 @@ def count_processes(cfg: ShardingConfig, world_size: int) -> int:
 class Rehearsal:
     """Runs the stages of a rehearsal in order, and keeps their results for later stages.
 
-    Each stage is a method that returns a text for the report. It raises the error that the real run
+    A stage is a method that returns a text for the report, or raises the error that the real run
     would raise.
     """
 
@@ -72,10 +75,10 @@ class Rehearsal:
     life: SmallRun | None = None
 
     def run(self) -> None:
-        """Run all stages and record their results.
+        """Run all stages, and record their outcome. A failed stage raises no error.
 
-        The stages that check the config without a start run even if an unrelated one has failed.
-        From the first start on, the first failure ends the rehearsal.
+        Stages before `load` check the config without starting the run; they run even if an
+        unrelated stage has failed. From `load` on, the first failure ends the rehearsal.
         """
         record = self.recorder.run
         record("settings", self.read_settings)
@@ -96,11 +99,14 @@ class Rehearsal:
                 record(name, getattr(self.life, name.replace(" ", "_")))
 
     def check(self, name: str) -> str:
-        """Run the start checks of a stage, and return their text; see `start_checks.CHECKS`."""
+        """Run the start checks of a stage, and return their report; see `start_checks.CHECKS`.
+
+        Returns an empty text if the checks report nothing.
+        """
         return run_checks(self.start, "rehearse", name).get(name, "")
 
     def read_settings(self) -> str:
-        """Read the config, find its recipe, and fill `cfg`, `start` and the notes of the result."""
+        """Read the config and find its recipe; set `cfg`, `start`, and the result's notes."""
         kind, self.cfg, note = recipes.load_config(self.file, self.flags, self.recipe, remote=True)
         self.cfg = apply_adapter_settings(self.cfg)
         script = recipes.find_script(kind.name)
@@ -115,7 +121,10 @@ class Rehearsal:
         return f"of the recipe {script}" + (f" ({note})" if note else "")
 
     def check_hub(self) -> str:
-        """Check what publishing needs, such as the token; creates no repository."""
+        """Check the requirements of publishing, such as the token. Creates no repository.
+
+        Skipped if `hub.push_to_hub` is off.
+        """
         text = self.check("hub")
         if not self.cfg.hub.push_to_hub:
             raise SkippedError("hub.push_to_hub is off")
@@ -123,6 +132,8 @@ class Rehearsal:
 
     def check_rows(self) -> str:
         """Read the first rows of each source into `heads`, and check them as the real run will.
+
+        If these are all rows, they are also prepared as in the real run.
 
         Raises:
             DataError: the run would refuse the data, or too many rows of a source are too long.
@@ -155,7 +166,7 @@ class Rehearsal:
         return _describe_rows(train_heads, eval_heads, trains_tokenizer)
 
     def load(self) -> str:
-        """Write the files of the small run, start it, and wait for its first step."""
+        """Write the files of the small run, start it, set `life`, and wait for the first step."""
         shrunk, cfg = self.write_small_run()
         recipe = self.recorder.result.recipe
         logs = self.recorder.logs
@@ -163,9 +174,10 @@ class Rehearsal:
         return f"{self.life.load()}; {shrunk}"
 
     def write_small_run(self) -> tuple[Shrunk, Any]:
-        """Write the scaled-down models, a small adapter if needed, and the first rows.
+        """Write scaled-down models, the first rows and, if `lora.from` is set, a small adapter.
 
-        Records in the result which settings differ, and what is not rehearsed.
+        Also records in the result which settings differ from the real run, and what is not
+        rehearsed.
 
         Returns:
             The small model, and the config of the small run.
@@ -210,7 +222,8 @@ def _describe_rows(train: list[SourceHead], evals: list[SourceHead], trains_toke
     Args:
         train: the first rows of each training source.
         evals: the first rows of each evaluation source.
-        trains_tokenizer: there is no tokenizer yet, so tokens are not counted.
+        trains_tokenizer: True if the tokenizer will be trained on the rows, so tokens are not
+            counted.
     """
     rows = sum(head.counts.rows or len(head.rows) for head in train)
     is_complete = all(head.is_complete for head in train)

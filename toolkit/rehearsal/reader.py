@@ -19,7 +19,7 @@ _MERGE_TOLERANCE = 0.01
 
 
 def main() -> None:
-    """Load the export and generate with it; with --adapter, compare the merge with PEFT's."""
+    """Load the export and generate with it; with --adapter, merge the adapter and compare."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--adapter")
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def find_model_class(folder: str, options: dict[str, Any]) -> Any:
-    """Return the class that loads the export: that in config.json, else AutoModelForCausalLM."""
+    """Return the class to load the export with: the one in config.json, or AutoModelForCausalLM."""
     name = (AutoConfig.from_pretrained(folder, **options).architectures or [""])[0]
     if name.endswith("ForCausalLM"):
         return AutoModelForCausalLM
@@ -49,10 +49,10 @@ def reload(folder: str, with_tokenizer: bool, options: dict[str, Any]) -> tuple[
     """Load model and tokenizer from a folder, and print the JSON line of the stage `reload`.
 
     Returns:
-        The model, and the tokenizer; None without `with_tokenizer`.
+        The model in evaluation mode, and the tokenizer (None if `with_tokenizer` is False).
 
     Raises:
-        ValueError: transformers reports keys that it did not load.
+        ValueError: transformers reports missing, unexpected or mismatched keys.
     """
     model, info = find_model_class(folder, options).from_pretrained(
         folder, output_loading_info=True, **options
@@ -67,7 +67,9 @@ def reload(folder: str, with_tokenizer: bool, options: dict[str, Any]) -> tuple[
 
 
 def generate(model: Any, tokenizer: Any) -> None:
-    """Generate some tokens, or compute a reward, and print the JSON line of the stage.
+    """Generate a few tokens, and print the JSON line of the stage `generate`.
+
+    A reward model computes a reward instead. Without a tokenizer, fixed token ids are the prompt.
 
     Raises:
         ValueError: the logits are not finite, or no token was generated.
@@ -102,6 +104,8 @@ def generate(model: Any, tokenizer: Any) -> None:
 def compare_merge(merged: Any, adapter: str, base: str, options: dict[str, Any]) -> None:
     """Merge the adapter with PEFT, and compare each weight with the exported merged model.
 
+    Prints the JSON line of the stage `adapter`.
+
     Args:
         merged: the exported merged model.
         adapter: folder of the exported adapter.
@@ -109,7 +113,7 @@ def compare_merge(merged: Any, adapter: str, base: str, options: dict[str, Any])
         options: arguments of `from_pretrained`.
 
     Raises:
-        ValueError: a weight differs by more than rounding.
+        ValueError: a weight differs by 1 % or more of its matrix's largest value.
     """
     from peft import PeftModel
 
@@ -132,7 +136,7 @@ def compare_merge(merged: Any, adapter: str, base: str, options: dict[str, Any])
 
 
 def report(stage: str, text: str) -> None:
-    """Print the JSON line that tells the rehearsal that a stage passed."""
+    """Print a JSON line that tells the rehearsal that the stage passed, with a text."""
     print(json.dumps({"stage": stage, "said": text}), flush=True)
 
 

@@ -28,15 +28,15 @@ def rehearse(
     """Rehearse the run of a config on this machine's CPU, with a scaled-down model.
 
     Takes about a minute and a half on two cores: four starts of Python with its libraries, and a
-    dozen steps. Works in a temporary folder, which stays if a stage failed. Writes one file to the
-    run's own output_dir and removes it. Uses the recipe in the current folder, or else the
-    toolkit's own.
+    dozen steps. Works in a temporary folder, which is kept if a stage failed. Writes one file to
+    the run's own output_dir and removes it. Uses the recipe in the current folder if there is one,
+    otherwise the toolkit's.
 
     Args:
         file: the config of the run.
         world_size: the number of processes of the rehearsal.
-        settings: `--section.field value`, which override the file.
-        recipe: name of a kind of run; None: find it from the config (`recipes.load_config`).
+        settings: command-line flags `--section.field value`, which override the file.
+        recipe: name of a recipe; None: find it from the config (`recipes.load_config`).
         skip: stages to skip because they check this machine: packages, output, hub, disk.
         most_too_long: the largest share (0 to 1) of a source's rows that may exceed
             data.sequence_length.
@@ -44,7 +44,7 @@ def rehearse(
         show: called with a line for each stage when it ends.
 
     Returns:
-        The result of each stage; a failed stage raises no error.
+        The outcome of each stage. A failed stage raises no error.
 
     Raises:
         ConfigError: there is no such file, stage or recipe, or `world_size` is less than 1.

@@ -49,7 +49,7 @@ class SourceHead:
 
     @property
     def has_whole_examples(self) -> bool:
-        """True if a row is one example; False if it is text that is cut into samples."""
+        """True if a row is one example; False if rows are a stream that is cut into samples."""
         return self.source.layout.format not in ("text", "tokenised")
 
     @property
@@ -59,9 +59,10 @@ class SourceHead:
         return (self.counts.truncated + dropped) / max(1, self.counts.rows)
 
     def write(self, folder: Path, max_tokens: int) -> Path:
-        """Write the rows to a JSON Lines file in a new `folder`, at most 256 rows or about 512 kB.
+        """Write the rows to a JSON Lines file in `folder`, at most 256 rows or about 512 kB.
 
-        Examples of more than `max_tokens` tokens are skipped.
+        Rows that are examples of more than `max_tokens` tokens are skipped. The folder must not
+        exist.
 
         Returns:
             The file.
@@ -91,7 +92,8 @@ def read_heads(
 
     Args:
         cfg: the settings of the run.
-        encoder: None if the tokenizer will be trained on the rows.
+        encoder: encodes the rows. None if the tokenizer will be trained on them; then nothing is
+            encoded.
         purpose: read the sources for training or for evaluation.
 
     Raises:
@@ -123,9 +125,10 @@ def read_heads(
 
 
 def _read_batches(head: SourceHead) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield (number of the first row, rows) of at most 50 rows, up to 1000 rows or about 4 MB.
+    """Yield batches of at most 50 rows as (number of the first row, rows).
 
-    Sets `head.is_complete` to whether the source has no further rows.
+    Stops after 1000 rows or about 4 MB, and then sets `head.is_complete` to True if the source has
+    no further rows, otherwise to False.
     """
     rows = iter(head.source.rows)
     first = 0
@@ -142,7 +145,7 @@ def _read_batches(head: SourceHead) -> Iterator[tuple[int, list[dict[str, Any]]]
 def _add_rows(
     head: SourceHead, stored_rows: list[dict[str, Any]], encoded_rows: Sequence[EncodedRow | None]
 ) -> None:
-    """Add rows to `head`: their counts, lengths, and the columns that the run uses.
+    """Add rows to `head`: their counts, their lengths, and the columns that the run uses.
 
     Args:
         head: changed in place.
@@ -168,12 +171,12 @@ def _add_rows(
 
 
 def refuse_long_rows(heads: list[SourceHead], sequence_length: int, max_share: float) -> None:
-    """Raise a DataError if too many rows of a source are truncated or dropped.
+    """Raise a DataError if too many rows of a source are truncated or dropped for their length.
 
     Args:
         heads: the first rows of each source.
         sequence_length: the setting, for the error.
-        max_share: the largest share (0 to 1) of a source's rows.
+        max_share: the largest share (0 to 1) of a source's rows that is allowed.
     """
     for head in heads:
         if head.too_long <= max_share:
@@ -196,12 +199,13 @@ def refuse_long_rows(heads: list[SourceHead], sequence_length: int, max_share: f
 def choose_length(heads: list[SourceHead], affordable: int, sequence_length: int) -> int:
     """Choose the sequence length of the rehearsal, in tokens.
 
-    It is `affordable`, raised until some rows of each source fit, and at most `sequence_length`.
+    It is `affordable`, or more if fewer than eight examples of a source fit, but at most
+    `sequence_length`.
 
     Args:
         heads: the first rows of each source.
-        affordable: see `affordable_length`.
-        sequence_length: that of the run.
+        affordable: the result of `affordable_length`.
+        sequence_length: sequence length of the real run.
     """
     length = min(affordable, sequence_length)
     for head in heads:

@@ -26,7 +26,7 @@ _GPU_ATTENTION = ("flash", "paged", "/")  # parts of the names of attention kern
 
 
 def settings_for_cpu(cfg: Any) -> Any:
-    """Return the config without GPU kernels, and with `auto` replaced by what suits a CPU.
+    """Return a config without GPU kernels and without `auto`, for a run on a CPU.
 
     `auto` becomes a micro-batch of 1, full activation checkpointing, and no compilation.
     """
@@ -46,7 +46,7 @@ def settings_for_cpu(cfg: Any) -> Any:
 def _without_gpu_kernels(model: ModelConfig) -> ModelConfig:
     """Return a model's settings without custom kernels and without attention kernels for GPUs.
 
-    Instead of an attention kernel for GPUs, None lets transformers choose one.
+    `attn_implementation` becomes None if it needs a GPU, so that transformers chooses a kernel.
     """
     kernel = model.attn_implementation or ""
     needs_gpu = any(part in kernel for part in _GPU_ATTENTION)
@@ -56,11 +56,15 @@ def _without_gpu_kernels(model: ModelConfig) -> ModelConfig:
 def plan_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
     """Choose another number of ranks, and a micro-batch, that keep the global batch.
 
-    It is 2 for one rank; otherwise the largest number, up to half of the ranks, that divides the
-    samples of a step.
+    If `world_size` is 1, the number is 2. Otherwise it is the largest number, up to half of the
+    ranks, that divides the samples of a step.
+
+    Args:
+        train: the section `train` of the config.
+        world_size: the present number of ranks.
 
     Returns:
-        (ranks, micro-batch); None for a single rank with an odd number of samples per step.
+        (ranks, micro-batch); None if `world_size` is 1 and a step has an odd number of samples.
     """
     samples = train.micro_batch * train.gradient_accumulation_steps * world_size
     candidates = [2] if world_size == 1 else range(world_size // 2, 0, -1)
@@ -71,7 +75,9 @@ def plan_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
 
 
 def affordable_length(cfg: RunConfig, shrunk: Shrunk) -> int:
-    """Compute the sequence length, in tokens, with which a step of the small model is quick.
+    """Compute the sequence length in tokens, at least 64, at which a small model's step is quick.
+
+    The result is at most the run's own sequence length, unless that is below 64.
 
     Args:
         cfg: the result of `settings_for_cpu`.
@@ -96,7 +102,7 @@ def rehearsal_config(
 
     Args:
         cfg: the config of the real run.
-        shrunk: the small model's folder and dtype.
+        shrunk: describes the folder and the dtype of the small model.
         model: the small model, on meta.
         world_size: the number of processes of the rehearsal.
         length: tokens of a sample.
@@ -124,7 +130,7 @@ def rehearsal_config(
 
 
 def list_not_rehearsed(cfg: ShardingConfig, processes: int, world_size: int) -> list[str]:
-    """List differences between the real run and the rehearsal that no setting shows, as sentences.
+    """List what a rehearsal does not cover and no setting shows, such as NCCL, as sentences.
 
     Args:
         cfg: the sharding settings of the run.
@@ -146,7 +152,14 @@ def list_not_rehearsed(cfg: ShardingConfig, processes: int, world_size: int) -> 
 
 
 def _choose_mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:
-    """Choose dp_replicate and dp_shard of the rehearsal: the same kind of mesh as in the run."""
+    """Choose `dp_replicate` and `dp_shard` of the rehearsal, so that the mesh resembles the run's.
+
+    If the run only replicates, so does the rehearsal. If the run replicates and shards, the
+    rehearsal does so if 4 divides `world_size`. Otherwise it only shards.
+
+    Returns:
+        Name of a setting -> its value, which may be -1.
+    """
     if cfg.dp_shard == 1:
         return {"dp_replicate": -1, "dp_shard": 1}
     if cfg.dp_replicate > 1 and world_size % 4 == 0:
@@ -155,13 +168,13 @@ def _choose_mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:
 
 
 def _sharding_changes(cfg: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
-    """Return changes of the section sharding that a CPU and another number of ranks need.
+    """Return changes of the section `sharding` for a CPU and another number of ranks.
 
-    Numbers of ranks in `reshard_after_forward` and its overrides become true or false. The dtype
-    becomes that of the small model. If layers are compiled, the backend only captures their graphs.
+    Numbers of ranks in `reshard_after_forward` and its overrides become booleans. The dtype becomes
+    that of the small model. If layers are compiled, the backend only captures their graphs.
 
     Returns:
-        Setting of the section -> new value.
+        Name of a setting -> its new value.
     """
     overrides = cfg.reshard_after_forward_overrides.items()
     changes: dict[str, Any] = {
@@ -179,7 +192,16 @@ def _sharding_changes(cfg: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
 def _data_changes(
     cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int
 ) -> dict[str, Any]:
-    """Return changes of the section data, which replace the sources by the rehearsal's files."""
+    """Return changes of the section `data`: the rehearsal's files replace the sources.
+
+    Args:
+        cfg: the config of the real run.
+        files: (training files, evaluation files), one file for each source.
+        length: tokens of a sample in the rehearsal.
+
+    Returns:
+        Name of a setting -> its new value.
+    """
     train_files, eval_files = ([str(file) for file in purpose_files] for purpose_files in files)
     # The rows were written under their standard column names.
     source_changes: dict[str, Any] = {"dataset_name": None, "dataset_config_name": None}
@@ -207,7 +229,7 @@ def _data_changes(
 
 
 def _optim_changes(cfg: OptimConfig) -> dict[str, Any]:
-    """Shorten the schedule's numbers of steps for a run of `LAST_STEP` steps."""
+    """Return changes of the section `optim`: all numbers of steps become at most 2."""
     schedule = {"warmup_steps": cfg.warmup_steps, **cfg.lr_scheduler_kwargs}
     for name, value in schedule.items():
         if name.endswith("_steps") and isinstance(value, int):
@@ -216,7 +238,7 @@ def _optim_changes(cfg: OptimConfig) -> dict[str, Any]:
 
 
 def _train_changes(cfg: RunConfig) -> dict[str, Any]:
-    """Return changes of the section train: fewer steps and smaller batches."""
+    """Return changes of the section `train`: fewer steps, and smaller batches."""
     train: Any = cfg.train
     changes: dict[str, Any] = {
         "max_steps": LAST_STEP,
@@ -235,7 +257,7 @@ def _train_changes(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _checkpoint_changes(cfg: CheckpointConfig) -> dict[str, Any]:
-    """Return changes of the section checkpoint: frequent saves, in the local run folder only."""
+    """Return changes of the section `checkpoint`: frequent saves, only in the local run folder."""
     return {
         "save_steps": SAVE_STEPS,
         "root": None,
@@ -246,7 +268,7 @@ def _checkpoint_changes(cfg: CheckpointConfig) -> dict[str, Any]:
 
 
 def _drop_unmatched_patterns(cfg: Any, model: nn.Module) -> Any:
-    """Remove the patterns from a config that match nothing in the small model."""
+    """Return a config without those name patterns that match nothing in the small model."""
     for section, name in (
         ("model", "frozen_parameters"),
         ("sharding", "ignored_parameters"),
@@ -268,7 +290,7 @@ def _drop_unmatched_patterns(cfg: Any, model: nn.Module) -> Any:
 
 
 def build_notes(cfg: RunConfig) -> list[str]:
-    """List notes about settings whose effect the user may not intend, as sentences."""
+    """List sentences about settings with an effect that the user may not intend; often empty."""
     notes = list[str]()
     if isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None:
         notes.append(

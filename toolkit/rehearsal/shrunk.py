@@ -61,7 +61,7 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
     Args:
         cfg: the settings of the run's model, without kernels for GPUs.
         param_dtype: the compute dtype of the run.
-        folder: is created.
+        folder: the folder to create.
 
     Raises:
         ModelError: no scaled-down model can compute a step on this machine.
@@ -90,7 +90,7 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
 
 
 def _build_small(real: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """Build a model of the class of `real` on the CPU, with random float32 weights.
+    """Build a model of the class of `real` from `config`, with random float32 weights on the CPU.
 
     Raises:
         ModelError: it would have more than 2^28 parameters.
@@ -108,9 +108,9 @@ def _build_small(real: PreTrainedModel, config: Any) -> PreTrainedModel:
 
 
 def _can_step(model: Any, dtype: torch.dtype) -> bool:
-    """Return True if this machine can compute a forward and a backward in `dtype`.
+    """Return True if this machine can compute a forward and a backward of `model` in `dtype`.
 
-    The model is in float32 afterwards, without gradients. A failure in float32 is raised.
+    Afterwards the model is in float32, without gradients. A failure in float32 is raised.
     """
     ids = torch.arange(1, 9)[None]
     try:
@@ -127,9 +127,9 @@ def _can_step(model: Any, dtype: torch.dtype) -> bool:
 
 
 def _write_model(small: Any, real: PreTrainedModel, cfg: ModelConfig, folder: Path) -> None:
-    """Write the small model's folder: config, tokenizer and code files like those of `real`.
+    """Write the small model's folder with the config, tokenizer and code files of `real`.
 
-    Weights are written only if the real model has weight files.
+    Weights are written only if the real model has weight files. They get its most frequent dtype.
     """
     assets = assets_of(real)
     common = Counter((assets.source or {}).values()).most_common(1)
@@ -165,10 +165,10 @@ def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) 
     Args:
         lora: the settings of the run's adapter.
         model: the small model, on meta; the adapter is added to it.
-        folder: is created.
+        folder: the folder to create.
 
     Returns:
-        The settings that continue the small adapter.
+        The settings with which a run continues the small adapter.
     """
     lora = replace(drop_unmatched_targets(lora, model), from_=str(folder), revision=None)
     adapted = add_adapters(model, lora)
@@ -185,9 +185,9 @@ def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) 
 
 
 def drop_unmatched_targets(lora: LoraConfig, model: PreTrainedModel) -> LoraConfig:
-    """Return the LoRA settings without names that match nothing in the small model.
+    """Return the LoRA settings without those names that match nothing in the small model.
 
-    A setting whose names all match nothing is not changed.
+    A setting is not changed if none of its names match.
     """
     for setting in _TARGET_SETTINGS:
         names = getattr(lora, setting)

@@ -48,7 +48,7 @@ _MAX_VALUE_LENGTH = 40  # characters of a setting's value in the report
 
 @dataclass
 class Stage:
-    """Outcome of one stage of a rehearsal; `ok` is None if it was not run."""
+    """Outcome of one stage of a rehearsal. `ok` is None if the stage was skipped."""
 
     stage: str
     ok: bool | None = None
@@ -59,7 +59,7 @@ class Stage:
     log: str | None = None
 
     def line(self) -> str:
-        """Format the outcome as one line, with ✓ and ✗ if the terminal uses UTF-8."""
+        """Format the outcome as one line; it has ✓ and ✗ if the terminal uses UTF-8."""
         is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         marks = {True: "ok", False: "NO", None: "-"}
         if is_utf8:
@@ -69,7 +69,7 @@ class Stage:
 
 
 class StageError(ToolkitError):
-    """A stage failed. `stage` names an earlier stage that is to blame; None: the one that runs."""
+    """A stage failed. `stage` names the stage to blame; None: the one that is running."""
 
     def __init__(self, message: str, stage: str | None = None, log: Path | None = None) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class StageError(ToolkitError):
 
 
 class SkippedError(Exception):
-    """A stage does not apply to the config; not a failure."""
+    """A stage does not apply to the config. This is not a failure."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Result:
 
     @property
     def failed(self) -> Stage | None:
-        """The first stage that failed."""
+        """The first stage that failed; None if none did."""
         return next((stage for stage in self.stages if stage.ok is False), None)
 
     @property
@@ -108,12 +108,12 @@ class Result:
         return self.failed is None and bool(self.stages)
 
     def summary(self) -> dict[str, Any]:
-        """Convert the outcome to values for JSON."""
+        """Convert the outcome to a dict for JSON, with `ok` and the name of the `failed` stage."""
         failed = None if self.failed is None else self.failed.stage
         return {"ok": self.ok, "failed": failed, **asdict(self)}
 
     def text(self) -> str:
-        """Format failures with advice, notes, and changed settings."""
+        """Format the outcome for the terminal: failures with advice, notes, changed settings."""
         lines = []
         for stage in (stage for stage in self.stages if stage.ok is False):
             lines += ["", f"{stage.stage} failed: {stage.said}", f"  what to do: {stage.advice}"]
@@ -132,7 +132,10 @@ class Result:
 
 
 def _shorten_value(value: Any) -> str:
-    """Format a setting's value as JSON, or as it is if it is text; cut the middle if it is long."""
+    """Format a setting's value: text as it is, other values as JSON, at most 40 characters.
+
+    A longer text loses its middle.
+    """
     text = value if isinstance(value, str) else json.dumps(value)
     if len(text) <= _MAX_VALUE_LENGTH:
         return text
@@ -143,11 +146,9 @@ def _shorten_value(value: Any) -> str:
 class Recorder:
     """Runs the stages of a rehearsal, records their outcome, and sends their output to log files.
 
-    A stage is not run if one that it needs has failed.
-
     Args:
         logs: folder of the log files.
-        skip: stages that the user skips.
+        skip: names of stages that the user skips.
         show: called with the line of each stage that ends.
     """
 
@@ -158,9 +159,10 @@ class Recorder:
         self._show = show
 
     def run(self, name: str, work: Callable[[], str], needs: tuple[str, ...] | None = None) -> None:
-        """Run a stage unless one that it needs has failed, and record and show its outcome.
+        """Run a stage, and record and show its outcome, unless a stage that it needs has failed.
 
-        An error in the stage is recorded, not raised.
+        In that case nothing is recorded. An error in the stage is recorded, not raised. A stage in
+        `skip` is recorded as skipped.
 
         Args:
             name: a key of `STAGES`.
@@ -191,7 +193,14 @@ class Recorder:
         self._show(reported.line())
 
     def _record_failure(self, stage: Stage, error: Exception, log: Path) -> Stage:
-        """Mark as failed the stage that the error blames, or else the one that ran; return it."""
+        """Mark the stage that the error blames (or else `stage`) as failed, and return that stage.
+
+        Args:
+            stage: the stage that was running.
+            error: its error; the attributes `stage` and `log` are used if it has them.
+            log: log file of the stage, to which the traceback of an error without a log is
+                appended.
+        """
         name = getattr(error, "stage", None) or stage.stage
         blamed = next((earlier for earlier in self.result.stages if earlier.stage == name), stage)
         blamed.stage = name

@@ -59,9 +59,10 @@ class Accumulation:
         self._shapes: set[torch.Size] = set()
 
     def begin(self, targets: torch.Tensor, index: int, count: int) -> None:
-        """Set the FSDP2 flags of all units for micro-batch `index`, before its forward.
+        """Set FSDP2's flags for micro-batch `index`: if units reduce gradients and if they reshard.
 
-        Collective at the first call, which decides `accumulation: auto` for the gradients.
+        Call it before the forward. The first call with several micro-batches decides `accumulation:
+        auto` for the gradients, and is then collective.
 
         Args:
             targets: labels of the micro-batch; only their device and shape are used.
@@ -85,10 +86,14 @@ class Accumulation:
         self._shapes.add(targets.shape)
 
     def end(self, device: torch.device, count: int) -> None:
-        """End a step; after the second one, decide whether parameters stay gathered in later steps.
+        """End a step; after the second step, decide if parameters stay gathered within later steps.
 
         The decision measures the device's memory, is logged, and is collective. Does nothing if the
         settings fix the choice, or if the step has one micro-batch.
+
+        Args:
+            device: the device of this rank.
+            count: number of micro-batches in the step.
         """
         if not self._to_measure or count == 1:
             return
@@ -103,7 +108,10 @@ class Accumulation:
             )
 
     def _room(self, device: torch.device) -> float:
-        """Estimate the bytes that stay free if all parameters are gathered; may be negative."""
+        """Estimate the bytes left if all parameters are gathered at once; may be negative.
+
+        Ten percent of the memory are kept as a margin.
+        """
         free, total, activations = _measure_memory(device)
         sharded = (p for p in self._model.parameters() if isinstance(p, DTensor))
         gathered = sum(p.numel() for p in sharded) * self._gathered_size
@@ -115,9 +123,9 @@ class Accumulation:
 def should_reduce_each(model: nn.Module, itemsize: int, memory: float, shards: int) -> bool:
     """Decide for `accumulation: auto` whether each micro-batch reduces its gradients.
 
-    Otherwise the last micro-batch of a step reduces them. True if complete gradients take more than
-    a quarter of the memory. True as well if parameters are not split, since reducing then moves
-    nothing.
+    If not, only the last micro-batch of a step does. The result is True if unsharded gradients
+    would take more than a quarter of the memory. It is also True if parameters are not split,
+    because reducing then sends nothing.
 
     Args:
         model: sharded or not; only trained parameters count.
@@ -130,7 +138,7 @@ def should_reduce_each(model: nn.Module, itemsize: int, memory: float, shards: i
 
 
 def _count_shards(model: nn.Module) -> int:
-    """Return the number of ranks over which each parameter is split; 1 for an unsharded model."""
+    """Return the number of ranks over which the parameters are split; 1 for an unsharded model."""
     parameter = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
     if parameter is None:
         return 1
@@ -141,7 +149,7 @@ def _count_shards(model: nn.Module) -> int:
 def can_replicate_frozen(
     parameters: list[nn.Parameter], shards: int, device_type: str, free: float | None = None
 ) -> tuple[bool, str]:
-    """Decide whether each rank has memory for complete copies of frozen parameters.
+    """Decide whether each rank has memory for complete copies of the frozen parameters.
 
     Collective if `free` is None. See the setting `sharding.frozen`.
 
@@ -149,7 +157,8 @@ def can_replicate_frozen(
         parameters: the frozen parameters, before sharding.
         shards: number of ranks over which they would be split otherwise.
         device_type: type of the run's devices, such as `cuda`.
-        free: free bytes of each device. None: measure them, and use the smallest over the ranks.
+        free: free bytes of each device. None: measure them, and use the smallest number of all
+            ranks.
 
     Returns:
         The decision, and a text with the bytes that the copies add and the bytes that are free.
@@ -165,11 +174,10 @@ def can_replicate_frozen(
 
 
 def _measure_memory(device: torch.device) -> tuple[int, int, int]:
-    """Measure the memory of a device, or for a CPU this process's share of the host's.
+    """Measure the memory of a device, or for a CPU this process's share of the host's memory.
 
     Returns:
-        Three numbers of bytes: free at this process's peak; total; and how far the peak exceeds
-        what the process uses now.
+        Three numbers of bytes: free at this process's peak so far; total; peak minus present use.
     """
     if device.type != "cpu":
         api = torch.get_device_module(device)

@@ -14,7 +14,7 @@ from toolkit.sharding.units import UnitPlan, is_inside
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
-    """Compile `module` in place by `Module.compile`; its compiled calls avoid cuDNN's attention.
+    """Compile `module` in place by `Module.compile`, without cuDNN's attention in compiled calls.
 
     Compiled code fails with that kernel, because cuDNN's softmax statistics have another layout
     than its fake kernel says (seen on an H100 with torch 2.11). Calls that run eagerly, as in
@@ -47,17 +47,20 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
 def should_compile_layers(
     plan: UnitPlan, cfg: ShardingConfig, device_type: str, fixed_length: bool, own_kernels: bool
 ) -> tuple[bool, str]:
-    """Decide whether each decoder layer is compiled.
+    """Decide whether each decoder layer is compiled as one graph.
+
+    `torch_compile: auto` compiles only on `cuda`, with samples of one length, and without custom
+    kernels, activation offloading and units inside a layer.
 
     Args:
         plan: the FSDP2 units of the model.
-        cfg: the sharding settings; `torch_compile` decides, or leaves it to the facts below.
-        device_type: type of the run's devices; `auto` compiles on `cuda` only.
+        cfg: the sharding settings.
+        device_type: type of the run's devices.
         fixed_length: True if all samples have one length.
         own_kernels: True if `model.kernels` replaces parts of the model.
 
     Returns:
-        The decision, and its reason. The reason is empty if the settings fix the decision.
+        The decision, and its reason. The reason is empty unless the setting is `auto`.
 
     Raises:
         ShardingError: `torch_compile: layer` is set, and an FSDP2 unit lies inside a layer. The
@@ -87,7 +90,7 @@ def should_compile_layers(
 
 
 def compile_options(cfg: ShardingConfig) -> dict[str, Any]:
-    """Build the arguments of `torch.compile` (backend and mode) from the settings.
+    """Build the arguments of `torch.compile`, `backend` and `mode`, from the settings.
 
     Raises:
         ShardingError: torch has no backend of that name.

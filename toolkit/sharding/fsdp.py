@@ -49,13 +49,13 @@ _IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may skip all experts
 class Prefetch:
     """Sets FSDP2's explicit prefetching, by the order in which units ran in the first forward.
 
-    A unit is a module that `fully_shard` was applied to. The order of definition may be wrong:
-    layers may run several times, be skipped, or interleave two stacks. A wrong order costs all-
-    gathers and memory without an error. A unit that runs more than once in a forward is not
-    prefetched, because it has no unique successor.
+    A unit is a module that `fully_shard` was applied to. The order in which modules are defined may
+    be wrong: layers may run several times, be skipped, or belong to two interleaved stacks. A wrong
+    order raises no error, but costs all-gathers and memory. A unit that runs more than once in a
+    forward is not prefetched, because it has no unique successor.
 
     Args:
-        root: the sharded model.
+        root: the sharded model, on which hooks are registered.
         units: unit name -> its modules, for all units except the root.
         cfg: `forward_prefetch` and `backward_prefetch`, the numbers of units to gather ahead.
     """
@@ -67,7 +67,7 @@ class Prefetch:
         self.begun: list[str] = []
         self.ended: list[str] = []
         self.wired: dict[str, tuple[list[str], list[str]]] = {}
-        """Unit -> those it gathers ahead in the forward, and in the backward."""
+        """Unit -> units that it gathers ahead in the forward, and in the backward."""
         self._handles = [
             root.register_forward_pre_hook(self._begin),
             root.register_forward_hook(self._finish),
@@ -78,20 +78,20 @@ class Prefetch:
             self._handles += [begin, end]
 
     def _begin(self, *_: Any) -> None:
-        """Clear the recorded order, because an earlier forward may have ended in an error."""
+        """Forward hook: clear the recorded order, because an earlier forward may have failed."""
         self.begun.clear()  # an earlier forward may have ended in an error
         self.ended.clear()
 
     def _finish(self, *_: Any) -> None:
-        """After the first complete forward, remove the hooks and set the prefetches."""
+        """Forward hook: after the first complete forward, remove all hooks and set prefetches."""
         for handle in self._handles:
             handle.remove()
         self._set_prefetches(_drop_repeated(self.begun), _drop_repeated(self.ended))
 
     def _set_prefetches(self, begun: list[str], ended: list[str]) -> None:
-        """Tell FSDP2 which units to gather ahead of each unit, in the forward and in the backward.
+        """Tell FSDP2 which units to gather while a unit runs, in the forward and in the backward.
 
-        Fills `wired`. The root counts as the first unit in both directions.
+        Also stores them in `wired`. The root counts as the first unit in both directions.
 
         Args:
             begun: names of units in the order in which their forward began.
@@ -112,24 +112,24 @@ class Prefetch:
 
 
 def _drop_repeated(order: list[str]) -> list[str]:
-    """Return the names that appear exactly once in `order`, and drop all copies of the others."""
+    """Return the names that appear exactly once in `order`, in their order."""
     return [name for name in order if order.count(name) == 1]
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A model that `apply_fsdp` sharded in place, and the objects it created for it."""
+    """Result of `apply_fsdp`: the model, sharded in place, and objects that control its units."""
 
     model: nn.Module
     mesh: Mesh
     plan: UnitPlan
-    """Its units, as they were sharded."""
+    """The units that were sharded."""
     accumulation: Accumulation
     """Sets the units for each micro-batch of a step."""
     prefetch: Prefetch | None = None
     """Gathers units ahead, if the settings turn it on."""
     home: torch.device | None = None
-    """Where the bytes of parameters live, if not where they compute: host memory under offload."""
+    """The CPU if `cpu_offload` keeps parameters there; None: the device that computes."""
     auto_line: str = ""
     """The values chosen for settings on `auto`, and the reasons."""
 
@@ -138,7 +138,7 @@ class Sharded:
 def apply_fsdp(
     model: nn.Module, mesh: Mesh, cfg: ShardingConfig, *, fixed_length: bool = False
 ) -> Sharded:
-    """Shard `model` in place with FSDP2: inner modules first, the root with the remainder last.
+    """Shard `model` in place with FSDP2: inner modules first, then the root with the remainder.
 
     Every parameter becomes a DTensor sharded over dim 0, in its storage dtype, except replicated
     ones (see `units`). On a meta model nothing is allocated. Recomputation is applied first, then
@@ -146,14 +146,15 @@ def apply_fsdp(
     afterwards. Collective. See PyTorch's `torch.distributed.fsdp.fully_shard`.
 
     Args:
-        model: on meta or with values, with or without adapters.
+        model: on meta or with values, with or without adapters, and not sharded yet.
         mesh: the device mesh of all ranks.
         cfg: the sharding settings of the run.
         fixed_length: True if all samples have one length. `torch_compile: auto` compiles only then,
             and only if `model.kernels` is `none`.
 
     Raises:
-        ShardingError: there is nothing to shard, or settings contradict each other.
+        ShardingError: the model is sharded, nothing can be sharded, or settings contradict each
+            other.
         ModelError: a pattern in the settings matches no module or parameter.
     """
     if isinstance(model, FSDPModule):
@@ -220,7 +221,15 @@ def _shard_unit(
     cfg: ShardingConfig,
     reshard_after_forward: bool | int | None,
 ) -> list[nn.Module]:
-    """Apply `fully_shard` to the modules of one unit of the plan, and return these modules."""
+    """Apply `fully_shard` to the modules of one unit, and return these modules.
+
+    Args:
+        model: the model.
+        unit: the unit to shard.
+        mesh: the mesh over which parameters are sharded.
+        cfg: the sharding settings.
+        reshard_after_forward: as `fully_shard` takes it.
+    """
     modules = [model.get_submodule(name) for name in unit.modules]
     unit_parameters = {model.get_parameter(name) for name in unit.parameters}
     inside = {p for module in modules for p in module.parameters()}
@@ -255,16 +264,16 @@ def _sum_gradients(unit: Any) -> None:
 
 
 def build_offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
-    """Build FSDP2's offload policy from `cpu_offload`; pin memory unless the device is a CPU."""
+    """Build FSDP2's offload policy from `cpu_offload`; memory is pinned if the device is no CPU."""
     if not cfg.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
 
 def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
-    """Cast non-persistent floating-point buffers as if `model` had been built in `dtype`. In place.
+    """Cast non-persistent floating-point buffers in place, as if the model was built in `dtype`.
 
-    FSDP2 casts parameters and inputs, but not buffers. A layer that multiplies a float32 buffer
+    FSDP2 casts parameters and inputs, but not buffers, and a layer that multiplies a float32 buffer
     with a bfloat16 tensor fails. Buffers that transformers keeps in float32 are not changed.
     """
     if not hasattr(model, "hf_assets") or dtype == model.dtype:
@@ -282,9 +291,9 @@ def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
 
 
 def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
-    """Refuse models whose tokens may all skip the experts, if this torch does not support it.
+    """Refuse models whose tokens may skip all experts, if this torch does not support it.
 
-    FSDP2 reduces the gradients of parameters that a rank did not use only from torch 2.13 on.
+    Only from torch 2.13 on does FSDP2 reduce gradients of parameters that a rank did not use.
 
     Raises:
         ShardingError: the model's type is in `_IDLE_EXPERTS`, there are several ranks, and torch is
@@ -301,7 +310,7 @@ def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
 def _refuse_unsupported_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
     """Raise a ShardingError for float16, and for units with trained parameters of several dtypes.
 
-    4-bit weights are refused too if their unit would cast them to another dtype.
+    It is also raised for 4-bit weights that their unit would cast to another dtype.
     """
     if {"float16"} & {cfg.param_dtype, cfg.reduce_dtype, *cfg.param_dtype_overrides.values()}:
         raise ShardingError(
@@ -332,7 +341,9 @@ def _refuse_unsupported_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingCo
 
 
 def _apply_recomputation(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[str]:
-    """Apply activation checkpointing to the layers in place, as the settings say.
+    """Apply activation checkpointing to the layers in place, as the settings require.
+
+    If the setting is a number n, every n-th layer is recomputed.
 
     Returns:
         Names of the layers that are recomputed in the backward.
@@ -363,8 +374,9 @@ def _apply_recomputation(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) 
 def should_split_embeddings(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool:
     """Decide whether the embedding and the head become separate FSDP2 units.
 
-    As parts of the root, both are gathered before anything runs and reduced after everything.
-    `auto` splits them on accelerators, unless they are tied, because a tied pair is one matrix.
+    Otherwise they belong to the root, so both are gathered before anything runs and reduced after
+    everything. `auto` splits them on accelerators, unless they are tied, because a tied pair is one
+    matrix.
     """
     if cfg.embedding_units != "auto":
         return cfg.embedding_units
@@ -385,15 +397,19 @@ def should_replicate_frozen(
 ) -> tuple[bool, str]:
     """Decide whether every rank holds a complete copy of the frozen parameters.
 
+    `frozen: auto` allows it on accelerators without `cpu_offload` if the parameters are stored in
+    their compute dtype and the copies fit into the memory.
+
     Args:
-        model: not yet sharded.
-        cfg: the sharding settings; `frozen` decides, or leaves it to the memory.
+        model: the model, not yet sharded.
+        cfg: the sharding settings.
         shards: number of ranks over which each parameter is split.
         device_type: type of the run's devices.
         free: free bytes of each device. None: measure them, which is collective.
 
     Returns:
-        The decision, and its reason. The reason is empty if the settings fix the decision.
+        The decision, and its reason. The reason is empty if the settings fix the decision, or if
+        nothing is frozen.
 
     Raises:
         ShardingError: `frozen: replicated` is set, but a frozen parameter is stored in another
@@ -426,7 +442,7 @@ def should_replicate_frozen(
 def _reshard_argument(unit: Unit, shards: int) -> bool | int | None:
     """Convert a unit's `reshard_after_forward` to the argument that `fully_shard` expects.
 
-    A number of ranks that equals 1 or `shards` becomes False or True.
+    1 becomes False, and a number equal to `shards` becomes True. Other values are not changed.
     """
     value = unit.reshard_after_forward
     if isinstance(value, bool) or value not in (1, shards):
@@ -436,7 +452,10 @@ def _reshard_argument(unit: Unit, shards: int) -> bool | int | None:
 
 
 def _add_cast_hooks(modules: list[nn.Module], unit: Unit) -> None:
-    """Add hooks that cast the inputs and the output of each module of a unit; see [Note: casts]."""
+    """Register hooks that cast the inputs and the output of each module of a unit to its dtypes.
+
+    See [Note: casts].
+    """
     to_tensors = torch_private("distributed.utils", "_apply_to_tensors")  # FSDP2 casts with it
 
     def cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -20,7 +20,7 @@ class HostMemory:
     """Keeps activations of one model's layers in host memory between forward and backward.
 
     Args:
-        pin: use page-locked memory.
+        pin: use page-locked memory, so that copies do not block the CPU.
     """
 
     def __init__(self, pin: bool) -> None:
@@ -28,14 +28,14 @@ class HostMemory:
         self._latest: weakref.ref[_LayerActivations] | None = None
 
     def group(self) -> "_LayerActivations":
-        """Create the group for a layer whose forward begins now; it refers to the layer before."""
+        """Create the group of a layer whose forward begins now, linked to the previous layer's."""
         group = _LayerActivations(self.pin, self._latest)
         self._latest = weakref.ref(group)
         return group
 
 
 class _LayerActivations:
-    """The activations of one layer that are in host memory."""
+    """The group of one layer's activations that are in host memory."""
 
     # It refers to its tensors weakly. With a cycle they would stay until garbage is collected,
     # which happens at few steps only.
@@ -45,7 +45,7 @@ class _LayerActivations:
         self._tensors: list[weakref.ref[OnHost]] = []
 
     def keep(self, tensor: torch.Tensor) -> "OnHost":
-        """Start copying a tensor to host memory, and return the handle that brings it back.
+        """Start copying a tensor to host memory, and return the object that can bring it back.
 
         Nothing may write to the tensor afterwards.
         """
@@ -55,7 +55,7 @@ class _LayerActivations:
         return stored
 
     def fetch(self) -> None:
-        """Start copying back the tensors of this layer and of the layer before it."""
+        """Start to copy the tensors of this layer and of the previous layer back to the device."""
         before = None if self._before is None else self._before()
         for ref in [*self._tensors, *(before._tensors if before is not None else ())]:
             if (stored := ref()) is not None:
@@ -63,7 +63,7 @@ class _LayerActivations:
 
 
 class OnHost:
-    """One activation in host memory; creating it starts the copy to the host."""
+    """One activation in host memory. Creating the object starts the copy to the host."""
 
     def __init__(self, tensor: torch.Tensor, group: _LayerActivations, pin: bool) -> None:
         self._device = tensor.device
@@ -84,7 +84,7 @@ class OnHost:
         self._copied = out.record_event()
 
     def start(self) -> None:
-        """Start copying the tensor back to its device; later calls do nothing."""
+        """Start to copy the tensor back to its device. Later calls do nothing."""
         if self._back is not None or self._is_returned:
             return
         if (streams := _copy_streams(self._device)) is None:
@@ -97,10 +97,10 @@ class OnHost:
         self._copied = back.record_event()
 
     def get(self) -> torch.Tensor:
-        """Copy the tensor back to the device it came from, and return the copy.
+        """Copy the tensor back to its device, and return the copy.
 
-        Starts the copies of the rest of its group and of the group before, too. The current stream
-        waits for the copy; the CPU does not.
+        Also starts the copies of the other tensors of its layer and of the previous layer. The
+        current stream waits for the copy; the CPU does not.
         """
         if self._is_returned:
             return self._host.to(self._device)
@@ -118,7 +118,7 @@ class OnHost:
 
 @functools.cache
 def _copy_streams(device: torch.device) -> tuple[Any, Any] | None:
-    """Create a stream for copies to the host and one for copies back; None for a CPU. Cached."""
+    """Create a stream for copies to the host, and one for copies back; None for a CPU. Cached."""
     if device.type == "cpu":
         return None
     api = torch.get_device_module(device)

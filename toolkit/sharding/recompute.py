@@ -77,15 +77,17 @@ def recompute_in_backward(
     selective: bool = False,
     host: HostMemory | None = None,
 ) -> None:
-    """Replace `module.forward`, so that the backward pass recomputes it. Only in training mode.
+    """Replace `module.forward`, so that the backward runs it again and few activations are kept.
+
+    Calls in evaluation mode or without gradients run the original forward. Caches among the
+    arguments are replaced by None.
 
     Args:
         module: a layer, changed in place.
-        name: its name, for messages.
+        name: name of the layer, for messages.
         selective: keep the results of attention and of large matrix products, and recompute only
             the rest. If False, keep only the layer's inputs.
-        host: memory of the host that stores kept tensors until the backward. None: they stay on
-            the device.
+        host: keeps tensors in host memory until the backward. None: they stay on the device.
     """
     forward: Callable = module.forward
     draws: bool | None = None  # the forward draws random numbers; None before the first forward
@@ -128,7 +130,10 @@ def recompute_in_backward(
 
 
 def _saved_tensor_hooks(group: Any) -> Any:
-    """Build a context in which autograd saves its tensors through `group`; None: no change."""
+    """Build a context in which autograd keeps its saved tensors in the host memory of `group`.
+
+    If `group` is None, the context changes nothing.
+    """
     if group is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(group.keep, lambda stored: stored.get())
@@ -149,7 +154,7 @@ def _kept_operations() -> frozenset[Any]:
 
 
 def _is_worth_keeping(func: Any, args: Sequence[Any]) -> bool:
-    """Return True unless an operation is a product over at most `_THIN` values per result.
+    """Return False if an operation is a matrix product that sums at most 256 values per result.
 
     Recomputing such a thin product costs no more than reading and writing its result.
     """
@@ -162,19 +167,19 @@ def _is_worth_keeping(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _compiler_policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Tell torch's compiler whether an operation's result is kept or computed again."""
+    """Decide for torch's compiler whether to keep or to recompute an operation's result."""
     keeps = func in _kept_operations() and _is_worth_keeping(func, args)
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _LayerFacts:
-    """Name, class and writing operations of one layer; all its forwards share this object."""
+    """Facts about one layer that all its forwards share: its name, class and unsafe operations."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.name = name
         self.kind = kind
         self.unseen = set[Any]()
-        """Operations whose results it writes to past PyTorch."""
+        """Operations to whose results the layer writes without telling PyTorch."""
 
     def build_error(self, reason: str) -> ShardingError:
         """Build the error that this layer cannot be recomputed, with the reason and a remedy."""
@@ -185,9 +190,10 @@ class _LayerFacts:
 
 
 class _KeepResults(TorchDispatchMode):
-    """Dispatch mode of a layer's forward: keeps the results that the recomputation will reuse.
+    """Dispatch mode of a layer's forward that keeps the results which the recomputation reuses.
 
-    Results that an operation writes to in place are dropped; see [Note: kept and written to].
+    If a later operation writes to a kept result in place, the result is dropped; see [Note: kept
+    and written to].
     """
 
     supports_higher_order_operators = True
@@ -203,10 +209,10 @@ class _KeepResults(TorchDispatchMode):
         """Begin a forward.
 
         Args:
-            layer: whose forward begins.
+            layer: the layer whose forward begins.
             store: converts a result to the form that is kept; None: nothing is kept.
             inputs: arguments of the forward, which must not be written to.
-            first: this is the layer's first forward.
+            first: True if this is the layer's first forward.
         """
         super().__init__()
         self.layer = layer
@@ -231,7 +237,7 @@ class _KeepResults(TorchDispatchMode):
         return out
 
     def _keep(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        """Record a call of one operation, and keep its result if that is worth the memory."""
+        """Record a call of an operation and its shapes, and keep its result if that saves time."""
         calls = self.calls.setdefault(func, [])
         call = [_tensor_shapes(args), None]
         calls.append(call)
@@ -247,7 +253,12 @@ class _KeepResults(TorchDispatchMode):
             self._sums += [(*place, t.detach(), bit_sums(t.detach()[None])) for t in results]
 
     def _drop_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Drop the kept results that an operation writes to.
+        """Drop the kept results to which an in-place operation writes.
+
+        Args:
+            func: the operation.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
 
         Raises:
             ShardingError: it writes to an input of the layer, so the forward cannot run again.
@@ -261,10 +272,10 @@ class _KeepResults(TorchDispatchMode):
             self._written |= {func_of_result for func_of_result, _ in self._drop(storages)}
 
     def _drop(self, storages: set[StorageWeakRef]) -> list[tuple[Any, int]]:
-        """Drop the kept results that lie in `storages`.
+        """Drop the kept results whose memory is in `storages`.
 
         Returns:
-            (operation, index among its calls) of each dropped result.
+            For each dropped result, the operation, and the index of the call among its calls.
         """
         places = [self._places.pop(storage) for storage in storages & self._places.keys()]
         for func, index in places:
@@ -272,9 +283,9 @@ class _KeepResults(TorchDispatchMode):
         return places
 
     def wrap_forward(self, forward: Callable) -> Callable:
-        """Wrap `forward`: if the layer's first recomputation fails, the error names the layer.
+        """Wrap `forward` so that an error in the layer's first recomputation names the layer.
 
-        Errors of the device or the network are raised unchanged.
+        Errors of the device or the network, and those of the forward itself, are raised unchanged.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -290,10 +301,11 @@ class _KeepResults(TorchDispatchMode):
         return run
 
     def end(self, out: Any) -> None:
-        """End the forward: drop results that leave the layer, or that a kernel wrote to unseen.
+        """End the forward: drop the results that cannot be reused.
 
-        A layer's first forward finds unseen writes by checksums, and logs which operations will run
-        again. Later forwards do not keep the results of those operations.
+        These are results that belong to the output, and results to which a kernel wrote without
+        telling PyTorch. A layer's first forward finds such writes by checksums, and logs which
+        operations will run again. Later forwards do not keep the results of those operations.
 
         Args:
             out: output of the layer; other code may write to it.
@@ -322,9 +334,10 @@ class _KeepResults(TorchDispatchMode):
 
 
 class _ReuseResults(TorchDispatchMode):
-    """Dispatch mode of the recomputation: returns kept results instead of computing them.
+    """Dispatch mode of the recomputation that returns kept results instead of computing them.
 
-    Raises a ShardingError if the layer runs other operations than in its forward.
+    Raises a ShardingError if an operation is called more often than in the forward, or with other
+    shapes.
     """
 
     supports_higher_order_operators = True
@@ -361,7 +374,7 @@ class _ReuseResults(TorchDispatchMode):
 
 
 def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a nested value, also those inside DTensors and other wrappers."""
+    """Yield the tensors in a nested value; for a DTensor or other wrapper its inner tensors."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(leaf):
             yield from _iterate_tensors(

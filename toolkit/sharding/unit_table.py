@@ -15,10 +15,10 @@ from toolkit.tables import format_table, group_numbered_names
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One unit of a sharded model, as a row of the table."""
+    """One FSDP2 unit of a sharded model, as a row of the table."""
 
     name: str
-    modules: int  # gathered together
+    modules: int  # number of its modules
     parameters: int  # values, on all ranks together
     bytes_sharded: int  # that this rank keeps, in the storage dtype
     bytes_unsharded: int  # gathered, in the compute dtype
@@ -29,7 +29,10 @@ class UnitRow:
 
 
 def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
-    """List one table row per FSDP2 unit, the root first; replicated parameters are the last row."""
+    """List a table row for each FSDP2 unit in the order of the model's modules, the root first.
+
+    If parameters are replicated, a last row counts them together.
+    """
     plan = sharded.plan
     model = sharded.model
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -69,7 +72,10 @@ def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
 
 
 def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
-    """Format the FSDP2 units as a text table; equal neighbours, such as layers, share a line."""
+    """Format the FSDP2 units as a text table; equal neighbours, such as layers, share a line.
+
+    If only the root is a unit, a line after the table says why.
+    """
     head = "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed"
     ahead = f"{cfg.forward_prefetch or 'auto'} / {cfg.backward_prefetch or 'auto'}"
     rows = unit_rows(sharded, cfg)
@@ -92,7 +98,11 @@ def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
 
 
 def dtype_ledger(sharded: Sharded, cfg: ShardingConfig) -> dict[str, str]:
-    """Map each purpose (storage, compute, reduction, optimizer, export) to a text of its dtypes."""
+    """Describe the dtypes of storage, compute, reduction, optimizer and export.
+
+    Returns:
+        Purpose (`storage`, `compute`, `reduction`, `optimizer`, `export`) -> its dtypes as text.
+    """
     plan = sharded.plan
     model = sharded.model
     reduced = getattr(torch, cfg.reduce_dtype)
@@ -111,7 +121,9 @@ def dtype_ledger(sharded: Sharded, cfg: ShardingConfig) -> dict[str, str]:
 
 
 def format_dtype_ledger(sharded: Sharded, cfg: ShardingConfig, optimizer: str | None = None) -> str:
-    """Format the ledger as one line; add a warning line if trained parameters are in bfloat16.
+    """Format the result of `dtype_ledger` as one line.
+
+    A warning line follows if trained parameters are stored in bfloat16.
 
     Args:
         sharded: the model.
@@ -130,7 +142,7 @@ def format_dtype_ledger(sharded: Sharded, cfg: ShardingConfig, optimizer: str | 
 
 
 def _format_counts(units: list[torch.dtype], replicated: list[torch.dtype]) -> str:
-    """Format the root's dtype, then how many units or replicated parameters have other dtypes.
+    """Format the root's dtype, and how many units or replicated parameters have other dtypes.
 
     Args:
         units: dtype of each unit, the root's last.
@@ -144,7 +156,7 @@ def _format_counts(units: list[torch.dtype], replicated: list[torch.dtype]) -> s
 
 
 def _format_export_dtypes(model: nn.Module) -> str:
-    """Format the dtypes that `consolidate --dtype auto` will write."""
+    """Format the dtypes that `consolidate --dtype auto` will write, joined by "/"."""
     assets = assets_of(model)
     if assets.source is not None:
         kinds = {DTYPES[k] for k in assets.source.values() if DTYPES[k].is_floating_point}
@@ -158,7 +170,8 @@ def _format_storage(parameters: dict[str, Any], packed: dict[str, PackedLinear])
 
     Args:
         parameters: name -> parameter.
-        packed: name of a 4-bit weight -> its layer; its format (such as nf4) is named.
+        packed: name of a 4-bit weight -> its layer. For these, the format (such as nf4) is the
+            dtype.
     """
     dtypes = {n: _dtype_name(p.dtype) for n, p in parameters.items()}
     kinds = {packed[name].quant_type if name in packed else dtype for name, dtype in dtypes.items()}

@@ -48,7 +48,10 @@ _ROOT_ONLY = {"reformer": "its reversible layers run their backward without the 
 
 @dataclass(frozen=True)
 class Unit:
-    """One FSDP2 communication group: its parameters are gathered, freed and reduced together."""
+    """One FSDP2 communication group: its parameters are gathered, freed and reduced together.
+
+    It consists of one or more modules, and has one compute dtype.
+    """
 
     modules: tuple[str, ...]  # names; the root's is empty
     parameters: tuple[str, ...]  # names of the parameters it owns; of tied ones the first name
@@ -58,7 +61,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Name of the unit's first module, or "(root)"."""
+        """Name of the unit's first module, or "(root)" for the root."""
         return self.modules[0] or "(root)"
 
 
@@ -79,8 +82,8 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
 
     Args:
         model: with or without adapters, not yet sharded.
-        cfg: the sharding settings. `auto` in `embedding_units` or `frozen` counts as off, so decide
-            them first.
+        cfg: the sharding settings. Decide `auto` in `embedding_units` and `frozen` before, because
+            here it counts as off.
 
     Raises:
         ShardingError: all parameters would be in the root, a unit would have two compute dtypes, or
@@ -126,10 +129,10 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
 
 
 def _find_layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | None]:
-    """Find the names of the decoder layers, or of the modules that `layer_classes` names.
+    """Find the names of the decoder layers, or of the modules of `layer_classes` if it is set.
 
     Returns:
-        The names, and the reason why they cannot be FSDP2 units; None if they can.
+        The names; and the reason why they cannot be FSDP2 units, or None if they can.
 
     Raises:
         ShardingError: the model has no decoder layers.
@@ -147,9 +150,10 @@ def _find_layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str 
 
 
 def _find_name(module: nn.Module | None, modules: dict[str, nn.Module]) -> str | None:
-    """Look up a module's name in `modules`; None for a container or for a module that is not there.
+    """Look up the name of a module in `modules`.
 
-    A container is a ModuleList or ModuleDict: it has no forward, so FSDP2 cannot hook it.
+    Returns None for None, for a module that is not in `modules`, and for a ModuleList or
+    ModuleDict. These containers have no forward, so FSDP2 cannot hook them.
     """
     if module is None or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return None
@@ -159,7 +163,8 @@ def _find_name(module: nn.Module | None, modules: dict[str, nn.Module]) -> str |
 def _replicated_ids(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     """Collect the `id()` of each parameter that every rank keeps complete.
 
-    See [Note: replicated parameters].
+    These are ignored, 0-d and fp32 parameters and, if the settings say so, frozen ones. See [Note:
+    replicated parameters].
     """
     names = matching_parameters(model, cfg.ignored_parameters, "sharding.ignored_parameters")
     replicated = {id(model.get_parameter(name)) for name in names}
@@ -189,15 +194,15 @@ def _replicated_ids(model: nn.Module, cfg: ShardingConfig) -> set[int]:
 
 
 def is_inside(name: str, outer: Iterable[str]) -> bool:
-    """Return True if the module `name` lies inside one of the modules `outer`."""
+    """Return True if module `name` lies inside one of the modules `outer`, but is none of them."""
     return any(name.startswith(module + ".") for module in outer)
 
 
 def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
     """List the frozen parameters that a forward of text uses.
 
-    Towers for images or sound are skipped. So are originals of modules that are trained in full
-    (`modules_to_save`), because their copies are used instead.
+    Parameters of towers for images or sound are skipped. Originals of modules that are trained in
+    full (`modules_to_save`) are skipped too, because their copies are used instead.
     """
     apart = {id(original) for original, _ in trained_copies(model)}
     apart |= {id(model.get_parameter(name)) for name in parameters_outside_text(model)}
@@ -207,13 +212,19 @@ def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
 def _find_dtype_overrides(
     model: nn.Module, cfg: ShardingConfig, members: list[Member], head: str | None
 ) -> dict[Member, torch.dtype]:
-    """Find the units that compute in another dtype than `param_dtype`, by `param_dtype_overrides`.
+    """Find the units whose compute dtype `param_dtype_overrides` changes.
 
-    An overridden module that is no unit yet becomes one. Such modules inside one unit that have the
-    same dtype are joined; the head stays separate.
+    An overridden module that is no unit yet becomes one. Several such modules inside one unit with
+    the same dtype become one unit together, except for the head.
+
+    Args:
+        model: the model.
+        cfg: the sharding settings.
+        members: the units so far, each as the names of its modules.
+        head: name of the output head, or None.
 
     Returns:
-        Unit (names of its modules) -> dtype.
+        Unit, as the names of its modules -> its dtype.
 
     Raises:
         ShardingError: the modules of one unit would have different dtypes.
@@ -256,7 +267,7 @@ def _find_dtype_overrides(
 
 
 def _modules_with_forward(name: str, module: nn.Module) -> list[str]:
-    """Return [`name`]; for a container (ModuleList, ModuleDict), the names of the modules in it."""
+    """Return [`name`], or for a ModuleList or ModuleDict the names of the modules inside it."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [name]
     children = module.named_children()
@@ -268,12 +279,12 @@ def _modules_with_forward(name: str, module: nn.Module) -> list[str]:
 def _innermost_dtype(
     path: list[str], named_dtypes: dict[str, torch.dtype], default: Any
 ) -> torch.dtype:
-    """Return the dtype of the innermost module that has an override, else `default`.
+    """Return the override of the innermost module that has one; `default` if none has.
 
     Args:
         path: names of nested modules, the outermost first.
         named_dtypes: name of a module -> its override.
-        default: dtype without an override.
+        default: the dtype without an override.
     """
     return next((named_dtypes[name] for name in reversed(path) if name in named_dtypes), default)
 
@@ -287,10 +298,10 @@ def _join_tied_units(
         model: not yet sharded.
         members: units, each as the names of its modules.
         replicated: `id()` of the parameters that no unit owns.
-        own_dtype: units with a dtype override.
+        own_dtype: the units with a dtype override.
 
     Returns:
-        The units after joining.
+        All units after joining.
     """
     families = {id(model.get_parameter(n[0])): n for n in tied_families(model).values()}
     shared = {k: n for k, n in families.items() if len(n) > 1 and k not in replicated}
@@ -318,11 +329,11 @@ def _join_tied_units(
 def _outermost_shared_module(
     model: nn.Module, name: str, shared: dict[int, list[str]]
 ) -> str | None:
-    """Find the outermost module around the parameter `name` whose parameters are all shared.
+    """Find the outermost module around a shared parameter that holds only shared parameters.
 
     Args:
         model: the model.
-        name: of a shared parameter.
+        name: name of the shared parameter.
         shared: `id()` of each shared parameter -> its names.
 
     Returns:
@@ -340,10 +351,15 @@ def _outermost_shared_module(
 def _assign_parameters(
     model: nn.Module, members: list[Member], replicated: set[int]
 ) -> dict[Member, tuple[str, ...]]:
-    """Assign each parameter to the unit that owns it; replicated parameters are skipped.
+    """Assign each parameter to the unit that owns it. Replicated parameters are skipped.
+
+    Args:
+        model: the model.
+        members: all units, each as the names of its modules.
+        replicated: `id()` of the parameters that no unit owns.
 
     Returns:
-        Unit -> names of its parameters; of a tied parameter the first name.
+        Unit -> names of its parameters. A tied parameter has its first name only.
 
     Raises:
         ShardingError: two units would own a tied parameter.
@@ -365,14 +381,19 @@ def _assign_parameters(
 
 
 def _innermost_unit(name: str, members: list[Member]) -> Member:
-    """Return the innermost unit that contains the parameter or module `name`; else the root."""
+    """Return the innermost unit that contains a parameter or module, or the root if none does.
+
+    Args:
+        name: name of the parameter or module.
+        members: all units, each as the names of its modules.
+    """
     by_module = {module: member for member in members for module in member}
     inside = [outer for outer in enclosing_module_names(name) if outer in by_module]
     return by_module[inside[-1]] if inside else (ROOT,)
 
 
 def _enclosing_unit(homes: Iterable[Member]) -> Member | None:
-    """Return the unit of `homes` that contains all the others; None if none does."""
+    """Return the unit among `homes` that contains all other units in it; None if none does."""
     for home in homes:
         other_modules = [module for other in homes if other != home for module in other]
         around = tuple(module + "." if module else ROOT for module in home)
@@ -391,13 +412,15 @@ def _build_unit(
 ) -> Unit:
     """Build one `Unit`: choose its compute dtype, output dtype and resharding.
 
+    With `reshard_after_forward: auto` all units except the root and the head are resharded.
+
     Args:
         cfg: the sharding settings.
         member: names of the unit's modules.
         parameters: names of the parameters that it owns.
         members: all units, to find the one around this unit.
-        dtypes: unit -> dtype override.
-        head: name of the output head; None: it is no separate module.
+        dtypes: unit -> its dtype override.
+        head: name of the output head; None if it is no separate module.
     """
     own_dtypes = [dtypes[part] for part in dtypes if set(part) <= set(member)]
     default = getattr(torch, cfg.param_dtype)
@@ -418,10 +441,10 @@ def _build_unit(
 def _apply_reshard_overrides(
     model: nn.Module, cfg: ShardingConfig, units: list[Unit]
 ) -> list[Unit]:
-    """Return the units with `reshard_after_forward_overrides` applied.
+    """Return the units with the settings of `reshard_after_forward_overrides`.
 
     Raises:
-        ShardingError: a pattern matches no unit.
+        ShardingError: a pattern matches modules, but none of them is in a unit.
         ModelError: a pattern matches no module.
     """
     for pattern, value in cfg.reshard_after_forward_overrides.items():

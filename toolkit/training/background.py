@@ -15,9 +15,10 @@ _current: tuple[str, Future[object]] | None = None
 
 
 def start_task(name: str, work: Callable[[], object]) -> None:
-    """Run `work` in a background thread; wait for the previous task first, and raise its error.
+    """Run `work` in a background thread, after the previous task has ended.
 
-    Only one task runs at a time.
+    Only one task runs at a time: the call waits for the previous task, and raises its error if it
+    failed.
 
     Args:
         name: description of the task, for messages and as the name of the thread.
@@ -32,7 +33,7 @@ def start_task(name: str, work: Callable[[], object]) -> None:
 
 
 def is_pending() -> bool:
-    """Return True if a task was started and `wait` has not returned or raised its result yet."""
+    """Return True from the start of a task until `wait` has collected its result or error."""
     return _current is not None
 
 
@@ -42,13 +43,13 @@ def is_running() -> bool:
 
 
 def wait(seconds: float | None = None) -> None:
-    """Wait until the background task is done; raise its error if it failed.
+    """Wait until the background task is done, and raise its error if it failed.
 
-    The error is raised once. Returns at once if there is no task.
+    The error is raised once. Without a task, the call returns at once.
 
     Args:
-        seconds: longest time to wait. If the task still runs then, the function returns, and the
-            task stays pending. None: no limit.
+        seconds: longest time to wait. If the task still runs after that, the function returns, and
+            the task stays pending. None: no limit.
     """
     global _current
     if _current is None:
@@ -64,7 +65,7 @@ def wait(seconds: float | None = None) -> None:
 
 
 def _wait_at_exit() -> None:
-    """Wait for the background task when Python exits; end with exit code 1 if the task failed."""
+    """Wait for the background task when Python exits. If it failed, end with exit code 1."""
     try:
         wait()
     except BaseException as error:

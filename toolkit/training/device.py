@@ -32,11 +32,11 @@ _MIN_BYTES = 1 << 20
 def prepare_environment(*, deterministic: bool) -> None:
     """Set the environment variables that torch reads when it first uses the accelerator.
 
-    Variables that the user has set are unchanged.
+    Variables that the user has set are not changed.
 
     Args:
-        deterministic: also make torch use deterministic algorithms only. An operation that has none
-            raises a RuntimeError.
+        deterministic: also make torch use only deterministic algorithms, and NCCL a fixed order of
+            sums. An operation that has no such algorithm raises a RuntimeError.
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         # Samples of many lengths, and memory that FSDP2 frees, fragment fixed segments.
@@ -62,7 +62,7 @@ def choose_device_index(local_rank: int, local_world_size: int) -> int:
         local_world_size: number of processes on this machine.
 
     Raises:
-        LaunchError: there are several devices, but fewer than processes.
+        LaunchError: there are several devices, but fewer devices than processes.
     """
     count = torch.accelerator.device_count()
     if count == 1:
@@ -78,7 +78,7 @@ def choose_device_index(local_rank: int, local_world_size: int) -> int:
 
 
 def identify_device(device: torch.device, rank: int) -> list[str]:
-    """Return the host name, and the UUID of this process's device (or the rank if it has none)."""
+    """Return a list of the host name and the UUID of `device`; without a UUID, of the rank."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return [socket.gethostname(), str(getattr(properties, "uuid", rank))]
 
@@ -86,11 +86,11 @@ def identify_device(device: torch.device, rank: int) -> list[str]:
 def refuse_shared_devices(identities: list[list[str]]) -> list[None]:
     """Raise a `LaunchError` if two processes use the same device.
 
-    NCCL would report such a mistake by a bus address at best. The function is a `decide` argument
-    of `network.exchange_and_decide`, so it returns one result per rank: None.
+    NCCL would at best report such a mistake by a bus address. The function is meant as the argument
+    `decide` of `network.exchange_and_decide`, so it returns None for each rank.
 
     Args:
-        identities: result of `identify_device` on each rank.
+        identities: the results of `identify_device` on all ranks.
     """
     for identity, count in Counter(map(tuple, identities)).items():
         if count > 1:
@@ -106,10 +106,11 @@ def limit_compile_workers(sharers: int) -> None:
     """Limit inductor's compile workers to half of this process's share of the cores, at least 2.
 
     By default inductor starts up to 32 workers in each process. Sets the environment variable
-    `TORCHINDUCTOR_COMPILE_THREADS` and inductor's config, unless the user has set the variable.
+    `TORCHINDUCTOR_COMPILE_THREADS` and inductor's config. If the user has set the variable, nothing
+    is done.
 
     Args:
-        sharers: number of processes that use the same cores.
+        sharers: number of processes that share the cores.
     """
     name = "TORCHINDUCTOR_COMPILE_THREADS"
     if name not in os.environ:
@@ -122,11 +123,10 @@ def limit_compile_workers(sharers: int) -> None:
 def set_host_threads(sharers: int) -> str:
     """Set torch's threads to this process's share of the cores, for optimizer steps on the host.
 
-    Launchers set one thread per process. A number that the user set with OMP_NUM_THREADS is
-    unchanged.
+    Launchers set one thread per process. If the user has set OMP_NUM_THREADS, nothing is changed.
 
     Args:
-        sharers: number of processes that use the same cores.
+        sharers: number of processes that share the cores.
 
     Returns:
         A log line with the number of threads.
@@ -140,15 +140,13 @@ def set_host_threads(sharers: int) -> str:
 
 
 def check_nccl_shared_memory(local_world_size: int) -> str:
-    """Check that /dev/shm of this host has enough free space for NCCL.
+    """Return a warning if /dev/shm of this host may have too little free space for NCCL.
 
-    NCCL uses shared memory between devices that cannot reach each other directly.
+    NCCL uses shared memory between devices that cannot reach each other directly. The text is empty
+    if there is enough space, for a single process, or if NCCL_SHM_DISABLE is 1.
 
     Args:
         local_world_size: number of processes with an accelerator on this host.
-
-    Returns:
-        A warning if there may be too little space, otherwise an empty string.
     """
     if local_world_size < 2 or os.environ.get("NCCL_SHM_DISABLE") == "1":
         return ""
@@ -157,14 +155,13 @@ def check_nccl_shared_memory(local_world_size: int) -> str:
 
 
 def check_loader_shared_memory(local_world_size: int, workers: int) -> str:
-    """Check that /dev/shm of this host has enough free space for data loader workers.
+    """Return a warning if /dev/shm of this host may have too little free space for data loaders.
+
+    The text is empty if there is enough space, or without workers.
 
     Args:
         local_world_size: number of processes on this host.
-        workers: number of workers per process.
-
-    Returns:
-        A warning if there may be too little space, otherwise an empty string.
+        workers: number of data loader workers per process.
 
     Raises:
         LaunchError: less than 1 MB is free, which is too little for any batch.
@@ -179,7 +176,12 @@ def check_loader_shared_memory(local_world_size: int, workers: int) -> str:
 
 
 def _format_memory_warning(user: str, needed_bytes: int) -> str:
-    """Format a warning if `user` needs more shared memory than is free; return "" otherwise."""
+    """Format a warning if `needed_bytes` of shared memory are not free; otherwise return "".
+
+    Args:
+        user: what needs the memory, as text.
+        needed_bytes: bytes that it may use.
+    """
     free_bytes, folder = network.free_shared_memory_bytes(), network.SHARED_MEMORY
     if free_bytes >= needed_bytes:
         return ""
@@ -191,13 +193,17 @@ def _format_memory_warning(user: str, needed_bytes: int) -> str:
 
 
 def check_dtype_speed(device: torch.device, dtype: str) -> str:
-    """Warn if a linear layer on this CPU is at least 5 times slower in `dtype` than in float32.
+    """Return a warning if linear layers on this CPU are much slower in `dtype` than in float32.
 
-    This happens on CPUs without bfloat16 instructions, on which the measurement takes half a
-    second.
+    The limit is a factor of 5. It is exceeded on CPUs without bfloat16 instructions, on which the
+    measurement takes half a second.
+
+    Args:
+        device: the device of this process. For other devices than a CPU, nothing is measured.
+        dtype: the compute dtype.
 
     Returns:
-        The warning; an empty string if the CPU is fast enough, and for other devices.
+        The warning, or an empty string.
     """
     if device.type != "cpu" or dtype == "float32":
         return ""
@@ -211,7 +217,7 @@ def check_dtype_speed(device: torch.device, dtype: str) -> str:
 
 
 def _measure_layer_seconds(dtype: torch.dtype) -> float:
-    """Return the seconds that a linear layer takes for forward and backward, the best of 3 runs.
+    """Measure the seconds that a linear layer takes for forward and backward: the best of 3 runs.
 
     All values are ones, so no random number is drawn.
     """
@@ -226,13 +232,13 @@ def _measure_layer_seconds(dtype: torch.dtype) -> float:
 
 @contextlib.contextmanager
 def prefer_cudnn_attention(device: torch.device, *, deterministic: bool) -> Iterator[None]:
-    """Prefer cuDNN's attention kernel within the block on Hopper GPUs, where it is the fastest.
+    """Within the block, prefer cuDNN's attention kernel on Hopper GPUs, on which it is the fastest.
 
-    Its backward is not deterministic. On other devices the block runs unchanged.
+    On other devices nothing is changed.
 
     Args:
         device: the device of this process.
-        deterministic: keep torch's default order of kernels.
+        deterministic: change nothing, because the kernel's backward is not deterministic.
     """
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     if deterministic or not is_hopper or torch.version.hip:
@@ -250,7 +256,7 @@ def prefer_cudnn_attention(device: torch.device, *, deterministic: bool) -> Iter
 
 @contextlib.contextmanager
 def restore_garbage_collection() -> Iterator[None]:
-    """Restore Python's garbage collection after the block to its state before the toolkit's import.
+    """Restore Python's garbage collection after the block.
 
     This undoes the changes of `collect_garbage` and of `import toolkit`.
     """
@@ -270,14 +276,15 @@ def restore_garbage_collection() -> Iterator[None]:
 
 
 def collect_garbage(step: int) -> None:
-    """Turn off automatic garbage collection, and collect reference cycles after every 50th step.
+    """Collect reference cycles after every 50th step, and never automatically in between.
 
     A collection at a random time on one rank delays all ranks, and a full one takes a tenth of a
     second or more. If every rank calls this function after each step, all ranks collect together.
-    The first call freezes all existing objects, so later collections skip them.
+    The first call turns automatic collection off and freezes all existing objects, so later
+    collections skip them.
 
     Args:
-        step: number of the step that has just been done.
+        step: number of the step that is just done.
     """
     if gc.isenabled():
         # The first step. Modules, model and data live until the end.

@@ -14,7 +14,7 @@ KEY = "early_stopping"  # key of the state in `TrainState.extra`
 
 @dataclass
 class EarlyStopping:
-    """Track the best value of a metric, and count the evaluations since then."""
+    """Tracks the best value of a metric, and counts the evaluations since then."""
 
     metric: str
     greater_is_better: bool
@@ -37,11 +37,11 @@ class EarlyStopping:
     def update(self, metrics: Mapping[str, float]) -> bool:
         """Record the metrics of one evaluation; return True if the run should stop.
 
-        A value that is NaN or infinite counts as no improvement. Empty metrics are ignored; an
-        evaluation returns them if a signal interrupted it.
+        A value that is NaN or infinite is no improvement. Empty metrics, which an interrupted
+        evaluation returns, are ignored. The state in `extra` is updated, too.
 
         Raises:
-            TrainingError: the metrics do not include the one that is compared.
+            TrainingError: the metrics do not include `metric`. Raised on all ranks alike.
         """
         if self.patience is None or not metrics:
             return self.should_stop
@@ -63,7 +63,7 @@ class EarlyStopping:
         return self.should_stop
 
     def summarize(self, step: int) -> str:
-        """Format a log line that says why the run stops at `step`; "" if it does not stop early."""
+        """Format a log line with the reason to stop at `step`; "" if there is no early stop."""
         if not self.should_stop:
             return ""
         return (
@@ -82,13 +82,14 @@ class EarlyStopping:
 def build_early_stopping(
     train: FinetuneTrainConfig, saving: CheckpointConfig, extra: dict[str, Any]
 ) -> EarlyStopping:
-    """Build the early stopping of a run, with the counts of the checkpoint if there are any.
+    """Build the early stopping of a run, with the counts from its checkpoint if there are any.
 
     Args:
-        train: settings; `early_stopping_patience` is used.
-        saving: settings; `best_metric()` names the metric, and says if greater is better.
-        extra: `TrainState.extra` after the resume. The returned object keeps its entry in it up to
-            date.
+        train: the section `train` of the config; `early_stopping_patience` is used.
+        saving: the section `checkpoint`; `best_metric()` gives the metric, and if greater is
+            better.
+        extra: `TrainState.extra` after the resume. Its entry is set here, and the returned object
+            keeps it up to date.
 
     Raises:
         TrainingError: the checkpoint compares another metric.

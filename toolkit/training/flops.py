@@ -29,10 +29,10 @@ _PEAKS = {
 
 
 def flops_per_token(model: nn.Module, sequence_length: int, *, forward_only: bool = False) -> float:
-    """Compute the model's FLOPs per token, forward and backward, for the MFU: 6 N + 12 L H T.
+    """Compute the FLOPs per token of a forward and backward, for the MFU: 6 N + 12 L H T.
 
-    N is the number of parameters, L the number of layers, H the total width of the attention heads
-    of a layer, and T the sequence length (PaLM, Chowdhery et al. 2022, appendix B). These
+    N is the number of parameters, and L the number of layers. H is the total width of the attention
+    heads of a layer, and T the sequence length (PaLM, Chowdhery et al. 2022, appendix B). These
     parameters count differently:
 
     - routed experts: only the share of them to which a token is sent;
@@ -67,7 +67,7 @@ def flops_per_token(model: nn.Module, sequence_length: int, *, forward_only: boo
 
 
 def _attention_width(config: Any) -> int:
-    """Return heads times head size; if the config lacks one of them, the hidden size."""
+    """Return the number of heads times the head size; without these settings, the hidden size."""
     heads, size = (getattr(config, n, None) for n in ("num_attention_heads", "head_dim"))
     if type(heads) is int and type(size) is int:
         return heads * size
@@ -75,5 +75,8 @@ def _attention_width(config: Any) -> int:
 
 
 def find_peak_flops(name: str) -> float | None:
-    """Return the dense bf16 peak of a GPU in FLOP/s; None if no known GPU's name is in `name`."""
+    """Return the dense bf16 peak in FLOP/s of the GPU whose name is a part of `name`.
+
+    Returns None if no known name is. The longest known name wins.
+    """
     return next((_PEAKS[k] for k in sorted(_PEAKS, key=len, reverse=True) if k in name), None)

@@ -29,7 +29,7 @@ from toolkit.training.guards import preemption
 def generate(
     model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int
 ) -> list[str]:
-    """Generate the model's greedy answer to each prompt, and return all on every rank. Collective.
+    """Generate the model's greedy answers to prompts, and return them on every rank. Collective.
 
     If the tokenizer has a chat template, a prompt is a user message, otherwise a text to continue.
     Each prompt is answered separately by one of the ranks and without padding, so answers do not
@@ -37,6 +37,9 @@ def generate(
     longest answer of the round is done. That takes at most `ceil(prompts / ranks) * max_new_tokens`
     forwards, each with its all-gathers. Training mode and random state do not change; the model is
     resharded afterwards.
+
+    Returns:
+        The answers in the order of the prompts, without special tokens.
 
     Raises:
         TrainingError: a prompt has no tokens, leaves no room for an answer, or is refused by the
@@ -84,17 +87,17 @@ MAX_ANSWER_TOKENS = 64
 def answer_prompts(
     model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig, file: Path, step: int
 ) -> None:
-    """Answer `train.eval_prompts`; print and append the answers to `file` on rank 0. Collective.
+    """Answer `train.eval_prompts`; rank 0 prints the answers and appends them to `file`.
 
-    Does nothing without prompts or tokenizer, or if a signal has stopped the run. If `file` cannot
-    be written, a warning is printed.
+    Collective. Does nothing without prompts or tokenizer, or if a signal has stopped the run. If
+    `file` cannot be written, a warning is printed.
 
     Args:
         model: the sharded model.
         tokenizer: its tokenizer.
         cfg: the section `train` of the config.
         file: a JSON Lines file.
-        step: number of the step, for the lines.
+        step: number of the step, which the lines state.
     """
     if not cfg.eval_prompts or tokenizer is None or preemption.is_stopping():
         return
@@ -118,21 +121,21 @@ def answer_prompts(
 def check_prompts(model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig) -> None:
     """Raise a `TrainingError` if `generate` would refuse one of `train.eval_prompts`. Collective.
 
-    The model may be on meta.
+    Does nothing without a tokenizer. The model may be on meta.
     """
     if tokenizer is not None:
         encode_prompts(model, tokenizer, cfg.eval_prompts, 1)
 
 
 def _count_answer_tokens(model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str]) -> int:
-    """Return the largest answer length in tokens that fits after every prompt, at most 64."""
+    """Return the largest answer length, in tokens, that fits after every prompt; at most 64."""
     longest = max(map(len, encode_prompts(model, tokenizer, prompts, 1)))
     positions = _max_positions(model)
     return MAX_ANSWER_TOKENS if positions is None else min(MAX_ANSWER_TOKENS, positions - longest)
 
 
 def _max_positions(model: nn.Module) -> int | None:
-    """Return `max_position_embeddings` of the config; None if it has no positive number."""
+    """Return `max_position_embeddings` of the model's config; None if it is no positive number."""
     config = base_of(model).config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
@@ -141,11 +144,11 @@ def _max_positions(model: nn.Module) -> int | None:
 def encode_prompts(
     model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int
 ) -> list[list[int]]:
-    """Encode prompts to token ids as `generate` does; the model may be on meta.
+    """Encode prompts to token ids as `generate` does. The model may be on meta.
 
     Raises:
-        TrainingError: a prompt has no tokens, does not fit with `max_new_tokens` more into the
-            model's positions, or is refused by the chat template.
+        TrainingError: a prompt has no tokens, is refused by the chat template, or does not fit into
+            the model's positions together with `max_new_tokens`.
     """
     chat = tokenizer.chat_template is not None
     positions = _max_positions(model)
@@ -164,7 +167,7 @@ def encode_prompts(
 
 
 def _encode_chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Encode `prompt` as the only user message.
+    """Encode `prompt` to token ids as the only user message of a conversation.
 
     Raises:
         TrainingError: the chat template refuses it.
@@ -185,7 +188,10 @@ def _encode_chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
 def _build_greedy_config(
     base: PreTrainedModel, tokenizer: Any, max_new_tokens: int
 ) -> GenerationConfig:
-    """Build settings for greedy decoding that stops at any end token of the model or tokenizer."""
+    """Build settings for greedy decoding that stops at any end token of the model or tokenizer.
+
+    Settings of the model's own generation config are not used.
+    """
     # A checkpoint's generation_config.json may ask for sampling, penalties or forced tokens.
     ends: set[int] = set()
     for holder in (getattr(base, "generation_config", None), tokenizer):
@@ -202,7 +208,10 @@ def _build_greedy_config(
 
 
 def _route_through_outer(outer: nn.Module, forward: Any) -> Any:
-    """Wrap the base's `forward`, so that calls go through `outer`; see [Note: one forward each]."""
+    """Wrap the base's `forward`, so that it calls `outer`, which then calls the base's `forward`.
+
+    See [Note: one forward each].
+    """
     inside = False
 
     @functools.wraps(forward)  # transformers reads the names of its parameters

@@ -28,13 +28,13 @@ from toolkit.training.loss_kernel import IGNORE_INDEX, target_logps, weighted_lo
 
 @dataclass(frozen=True)
 class HeadLogps:
-    """Compute the log-probability of each target inside the forward of the LM head.
+    """Computes the log-probability of each target inside the forward of the LM head.
 
     Only the logits of one chunk of tokens exist at a time. The forward also computes the gradient
-    of each log-probability with respect to its hidden state, in fp32; the backward scales it by the
-    incoming gradient. This is possible because a token's log-probability depends on no other
-    token's hidden state here. A frozen head costs two matrix products, a trained head four, because
-    its logits are computed again in the backward.
+    of each log-probability with respect to its hidden state, in fp32, and the backward scales it by
+    the incoming gradient. This is possible because the log-probability of a token depends on its
+    own hidden state only. A frozen head costs two matrix products, a trained head four, because its
+    logits are computed again in the backward.
     """
 
     head: HeadLoss
@@ -43,6 +43,8 @@ class HeadLogps:
         self, hidden: torch.Tensor, targets: torch.Tensor, n_targets: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the log-probabilities of the targets; see `HeadLoss.__call__` for the arguments.
+
+        If there are more than `n_targets` targets, all results are NaN.
 
         Returns:
             The log-probabilities, fp32 [B, T], 0 at positions without a target; and an empty tensor
@@ -68,7 +70,7 @@ class _HeadLogpsFunction(torch.autograd.Function):
         hidden: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the log-probabilities chunk by chunk; save their gradients for the backward."""
+        """Compute the log-probabilities by chunks, and save their gradients for the backward."""
         flat, count = hidden.flatten(0, 1), len(targets)
         rows, too_many = find_target_rows(targets, n_targets, head.device_type(hidden))
         if rows is not None:
@@ -103,7 +105,7 @@ class _HeadLogpsFunction(torch.autograd.Function):
     def backward(
         ctx: Any, incoming: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """Scale the saved gradients of hidden states; compute the gradients of a trained head."""
+        """Scale the saved gradients of hidden states, and compute those of a trained head."""
         grad, rows, targets, *for_head_grad = ctx.saved_tensors
         weights = incoming if rows is None else incoming[rows]
         # A position without a target gets no gradient, whatever the loss does with its 0.
@@ -138,9 +140,16 @@ def _logps_and_hidden_grad(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the log-probabilities of a chunk, and their gradients for the hidden states.
 
+    Args:
+        head: the head.
+        parameters: result of `HeadLoss.parameters`.
+        hidden: hidden states of the chunk, [rows, H].
+        targets: [rows].
+        needs_grad: compute gradients.
+
     Returns:
-        The log-probabilities [rows]; and the gradient of each with respect to its hidden state
-        [rows, H], None without `needs_grad`.
+        The log-probabilities [rows]; and the gradient of each with respect to its hidden state,
+        [rows, H], or None without `needs_grad`.
     """
     if head.is_linear:
         logits = F.linear(hidden, *parameters)
@@ -167,8 +176,8 @@ def _add_parameter_grads(
 
     Args:
         head: the head.
-        parameters: its parameters, as `HeadLoss.parameters` lists them.
-        sums: sum of gradients for each parameter; None if the parameter needs none.
+        parameters: result of `HeadLoss.parameters`.
+        sums: sum of gradients for each parameter; None if a parameter needs none.
         hidden: hidden states of the chunk, [rows, H].
         targets: [rows].
         weights: incoming gradient of each log-probability, [rows, 1].
@@ -193,10 +202,10 @@ def _add_parameter_grads(
 
 @contextlib.contextmanager
 def _replayed_rng(states: list[torch.Tensor] | None, device: torch.device) -> Iterator[None]:
-    """Set the random state to `states` within the block, and restore it afterwards.
+    """Within the block, set the random state to `states`; afterwards restore it.
 
     Args:
-        states: result of `get_random_state`; None: the block runs unchanged.
+        states: result of `get_random_state`. None: the random state is not touched.
         device: the device whose generator is set in addition to the CPU's.
     """
     if states is None:
@@ -218,12 +227,18 @@ def _logps_and_logit_grad(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the log-probabilities of targets from the head's output [rows, V].
 
-    On GPUs one compiled kernel does this.
+    On CUDA devices one compiled kernel does this.
+
+    Args:
+        head: the head.
+        logits: output of the head, before its logit map.
+        targets: [rows].
+        needs_grad: compute gradients.
+        weights: factor of each gradient, [rows, 1]; None: 1.
 
     Returns:
-        The log-probabilities, fp32 [rows]; and the gradient of each with respect to its row of
-        `logits`, times its weight in `weights` [rows, 1] (None: 1), in the dtype of `logits`.
-        Without `needs_grad` the gradient is None.
+        The log-probabilities, fp32 [rows]; and the weighted gradient of each with respect to its
+        row of `logits`, in their shape and dtype, or None without `needs_grad`.
     """
     logit_map = head.logit_map
     if head.has_kernel(logits):

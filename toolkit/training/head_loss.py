@@ -29,7 +29,7 @@ _DEVICES_WITH_KERNEL = ("cuda",)
 
 @dataclass(frozen=True)
 class LogitMap:
-    """The function that maps the output z of a model's head to the model's logits.
+    """A function that maps the output z of a model's head to the model's logits.
 
     It is `scale * z`, or with a soft cap `cap * tanh(scale * z / cap)`.
     """
@@ -46,17 +46,19 @@ class LogitMap:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """Compute the summed cross entropy inside the forward of the LM head.
+    """Computes the summed cross entropy inside the forward of the LM head.
 
     Only the logits of one chunk of tokens exist at a time. On a CPU a chunk takes up to 32 MB in
     fp32. On an accelerator it has up to 2^28 logits: 0.5 GB in bf16, and as much for their
-    gradient. A step with a vocabulary of 128,256, a hidden size of 4,096 and 16k targets was
-    measured at 2.5 GB above the model with a frozen head, and at 4.7 GB with a trained head. That
-    includes the gradients kept for the backward.
+    gradient.
 
-    The forward computes the gradients, too. Each chunk adds its gradients for the hidden states
-    and, if the head is trained, for the head to sums in fp32. The backward only multiplies these
-    sums by the incoming gradient and casts them, so it needs neither a matrix product nor the
+    Measured with a vocabulary of 128,256, a hidden size of 4,096 and 16k targets: a step took 2.5
+    GB above the model with a frozen head, and 4.7 GB with a trained head. That includes the
+    gradients kept for the backward.
+
+    The forward computes the gradients, too. Each chunk adds its gradients to sums in fp32: those of
+    the hidden states and, if the head is trained, those of the head. The backward only multiplies
+    these sums by the incoming gradient and casts them, so it needs neither a matrix product nor the
     weight. A trained head costs three matrix products, a frozen head two, an evaluation one. Tokens
     without a label cost nothing if their number is known: on a CPU, or if the batch has
     `n_targets`.
@@ -86,14 +88,14 @@ class HeadLoss:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the cross entropy, summed over the targets.
 
-        The loss and the empty tensor must both take part in the backward, because FSDP starts its
-        backward by hooks on the model's output.
+        Both results must take part in the backward, because FSDP starts its backward by hooks on
+        the model's output.
 
         Args:
             hidden: hidden states [B, T, H].
-            targets: [B, T], the token that each position predicts. `IGNORE_INDEX` has no loss. The
+            targets: [B, T], the token that each position predicts; `IGNORE_INDEX` has no loss. The
                 last position of a row has no target.
-            n_targets: upper limit of the number of targets; if there are more, the loss is NaN.
+            n_targets: upper limit of the number of targets. If there are more, the loss is NaN.
 
         Returns:
             The loss, 0-d fp32; and an empty tensor [B, T, 0] in place of the logits.
@@ -104,11 +106,14 @@ class HeadLoss:
         return loss_and_empty
 
     def device_type(self, hidden: torch.Tensor) -> str:
-        """Return `on`, or the device type of `hidden`; it selects chunk size and kernels."""
+        """Return `on`, or the device type of `hidden` if `on` is None.
+
+        The result selects the chunk size and the kernels.
+        """
         return self.on or hidden.device.type
 
     def has_kernel(self, tensor: torch.Tensor) -> bool:
-        """Return True if a compiled kernel supports the dtype and device of `tensor`."""
+        """Return True if a compiled kernel supports the dtype and the device type of `tensor`."""
         return tensor.dtype != torch.float64 and self.device_type(tensor) in _DEVICES_WITH_KERNEL
 
     @property
@@ -118,7 +123,7 @@ class HeadLoss:
 
     @property
     def is_linear(self) -> bool:
-        """True if `forward` is that of `nn.Linear`, without adapters or a replacement."""
+        """True if `forward` is that of `nn.Linear`: no adapters, and no replaced forward."""
         return getattr(self.forward, "__func__", None) is nn.Linear.forward
 
     def parameters(self) -> list[torch.Tensor]:
@@ -148,8 +153,8 @@ class HeadLoss:
             targets: [rows].
             positions: index of the chunk in the flattened positions of the micro-batch.
             parameters: result of the method `parameters`.
-            grads: sum of gradients for `hidden`, then for each of `parameters`; None if a tensor
-                needs no gradient.
+            grads: sum of gradients for `hidden`, followed by one for each of `parameters`; None if
+                a tensor needs no gradient.
 
         Returns:
             The summed loss of the chunk, 0-d.
@@ -210,7 +215,7 @@ class HeadLoss:
 class _HeadLossFunction(torch.autograd.Function):
     """The autograd function of `HeadLoss`.
 
-    It is a single node with two outputs, so its backward runs after the hooks on both of them.
+    Loss and empty tensor come from one node, so its backward runs after the hooks on both of them.
     """
 
     @staticmethod
@@ -264,10 +269,15 @@ def find_target_rows(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Find the rows of `targets` [rows] that have a target, without waiting for the device.
 
+    Args:
+        targets: [rows].
+        n_targets: upper limit of the number of targets; None: unknown.
+        device_type: on a CPU, the rows can also be found without `n_targets`.
+
     Returns:
-        Indices of these rows, filled up to `n_targets` with the last row; None, which means all
-        rows, if they cannot be found without waiting. And a 0-d bool, True if there are more than
-        `n_targets` targets; None without `n_targets`.
+        Indices of the rows, filled up to `n_targets` with the last row. They are None, which means
+        all rows, if they cannot be found without waiting. Second, a 0-d bool that is True if there
+        are more than `n_targets` targets; None without `n_targets`.
     """
     valid = targets != IGNORE_INDEX
     if device_type in _DEVICES_WITH_HOST_COUNTS and n_targets is None:
@@ -281,16 +291,19 @@ def find_target_rows(
 
 
 def zeros_for_grad(like: torch.Tensor, needs_grad: bool) -> torch.Tensor | None:
-    """Return zeros like `like`, at least in fp32, to sum gradients; None without `needs_grad`."""
+    """Return zeros of the shape of `like` to sum its gradients; None without `needs_grad`.
+
+    The dtype is that of `like`, but at least fp32.
+    """
     if not needs_grad:
         return None
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def chunk_slices(head: HeadLoss, flat: torch.Tensor) -> Iterator[slice]:
-    """Yield slices that divide the rows of `flat` [rows, H] into chunks for `head`.
+    """Yield slices that divide the rows of `flat` [rows, H] into chunks of about equal size.
 
-    The logits of a chunk have at most 2^23 elements on a CPU, and 2^28 on an accelerator.
+    The logits of a chunk have at most about 2^23 elements on a CPU, and 2^28 on an accelerator.
     """
     device_type = head.device_type(flat)
     elements = _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
@@ -311,11 +324,20 @@ def _cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the summed loss of a chunk of head outputs [rows, V] with plain torch operations.
 
-    Only one fp32 tensor of that size exists at a time, or two with a soft cap. If `correct` is
-    given, the number of tokens whose target has the largest logit is added to it.
+    Only one fp32 tensor of that size exists at a time, or two with a soft cap.
+
+    Args:
+        logits: output of the head, before `logit_map`.
+        targets: [rows].
+        logit_map: maps the output to logits.
+        label_smoothing: share of each target that is spread evenly over the vocabulary.
+        with_gradient: also compute the gradient.
+        correct: 0-d counter, to which the number of tokens is added whose target has the largest
+            logit. None: they are not counted.
+        z_loss: factor of the square of log Z that is added for each token; see `HeadLoss`.
 
     Returns:
-        The summed loss, 0-d; and its gradient with respect to `logits`, in their dtype, None
+        The summed loss, 0-d; and its gradient with respect to `logits`, in their dtype, or None
         without `with_gradient`.
     """
     dtype, vocabulary = logits.dtype, logits.shape[-1]
@@ -353,7 +375,7 @@ def _cross_entropy(
 
 
 def matmul_to_fp32(a: torch.Tensor, b: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Compute `a @ b`, on CUDA with an fp32 result for bf16 matrices, otherwise in their dtype."""
+    """Compute `a @ b`, for bf16 matrices on CUDA with an fp32 result, otherwise in their dtype."""
     if device_type in _DEVICES_WITH_FP32_PRODUCTS and a.dtype == b.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
@@ -362,8 +384,8 @@ def matmul_to_fp32(a: torch.Tensor, b: torch.Tensor, device_type: str) -> torch.
 def add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, device_type: str) -> None:
     """Add `a @ b` to `total` in place, in the dtype of `total`.
 
-    Products of bf16 matrices are added in fp32. If each chunk were rounded to bf16 first, its error
-    would be as large as that of rounding the final sum once.
+    A product of bf16 matrices is added without rounding it to bf16 first. Rounding each chunk would
+    add an error as large as that of rounding the final sum.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)

@@ -51,7 +51,7 @@ _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # in which schedule
 
 @dataclass(frozen=True)
 class Run:
-    """The processes of a run, as one of them sees them."""
+    """The processes of a run, as one of them sees them: its rank, device and location."""
 
     accelerator: Accelerator
     device: torch.device
@@ -73,7 +73,7 @@ class Run:
         workers: int = 0,
         collate_fn: Callable[[list], Any] | None = None,
     ) -> Any:
-        """Build a data loader that puts batches on this rank's device, with Accelerate.
+        """Build a data loader with Accelerate that puts batches on this rank's device.
 
         Args:
             dataset: the samples, or an iterable data set.
@@ -108,11 +108,11 @@ class Run:
 def read_accelerate_settings() -> dict[str, Any]:
     """Read the settings of an Accelerate FSDP YAML from the environment of `accelerate launch`.
 
-    Prints a note to stderr for each key that has no effect. Call it once, before `start`, because
-    it removes the YAML's variables from the environment.
+    Call it once, before `start`, because it removes the YAML's variables from the environment. Rank
+    0 prints a note to stderr for each key that has no effect.
 
     Returns:
-        Dotted setting -> value, to be passed to `config.parse` as `defaults`.
+        Dotted setting -> value, to be passed to `config.parse` as `defaults`. Empty without a YAML.
 
     Raises:
         LaunchError: the YAML is for another engine or for float16, or a value is not valid.
@@ -128,7 +128,7 @@ def start(*, deterministic: bool = False, connect_seconds: float | None = None) 
     """Connect the processes, and yield the `Run`; destroy the process group after a normal end.
 
     Works under `accelerate launch`, `torchrun`, srun, mpirun and plain `python` (one process).
-    Collective. Afterwards, or after an error, waits for a checkpoint that is written in the
+    Collective. At the end, also after an error, it waits for a checkpoint that is written in the
     background.
 
     Args:
@@ -190,7 +190,7 @@ def start(*, deterministic: bool = False, connect_seconds: float | None = None) 
 
 
 def _print_error(error: object) -> None:
-    """Print an error to stderr; on ranks other than 0 with the rank as prefix."""
+    """Print an error to stderr, on ranks other than 0 with the rank as prefix."""
     rank = launchers.read_rank_text()
     where = f"[rank {rank}] " if rank != "0" else ""
     print(f"{where}error: {error}", file=sys.stderr, flush=True)
@@ -199,7 +199,7 @@ def _print_error(error: object) -> None:
 def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path) -> None:
     """Run a recipe as a program: parse the command line, start the processes, and call `recipe`.
 
-    Ends the process with an exit code if the run fails; see `run_program`.
+    If the run fails, the process ends with an exit code; see `run_program`.
 
     Args:
         recipe: function that every process calls with the config and the `Run`.
@@ -259,9 +259,10 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
 def run_program(main: Callable[[], None]) -> None:
     """Run `main` as a program: turn an error into a message on stderr and an exit code.
 
-    A `ToolkitError` is printed on one line, with exit code 2 for a `ConfigError` and 1 otherwise.
-    If all ranks fail with the same message, one of them prints it. A process that a launcher
-    started ends here in any case; another one returns if `main` succeeds.
+    A `ToolkitError` is printed on one line. The exit code is 2 for a `ConfigError`, 75 after a
+    signal, and usually 1 otherwise. If all ranks fail with the same message, one of them prints it.
+    If a launcher started this process, the process ends here in any case. Otherwise the function
+    returns if `main` succeeds.
     """
     code = 0
     try:
@@ -281,7 +282,7 @@ def _report_error(error: BaseException) -> tuple[int, str]:
     """Print why the run ends, unless another rank or the watchdog prints it.
 
     Returns:
-        The exit code; and the reason that the watchdog should print, empty if there is none.
+        The exit code; and the reason that the watchdog should print, or an empty string.
     """
     if isinstance(error, preemption.Preempted):
         return preemption.choose_exit_code(), ""
@@ -324,17 +325,20 @@ def _report_error(error: BaseException) -> tuple[int, str]:
 
 
 def _write_launcher_error(error: ToolkitError) -> None:
-    """Write the error to the file of torch's elastic agent, which prints it at the end."""
+    """Write an error to the file from which torch's elastic agent prints it at the end.
+
+    Does nothing without such an agent.
+    """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": str(error), "timestamp": int(time.time())}
         Path(file).write_text(json.dumps(content), "utf-8")
 
 
 def _exit_process(code: int) -> None:
-    """End this process if a launcher started it, without the interpreter's shutdown.
+    """If a launcher started this process, end it without the interpreter's shutdown.
 
-    Exit handlers run if `code` is 0. A launcher that would restart the rank is ended for exit code
-    2 and after a signal. The exit is reported to the watchdog.
+    Exit handlers run only if `code` is 0. With exit code 2 and after a signal, a launcher that
+    would restart the rank is ended. The exit is reported to the watchdog in any case.
     """
     # Gloo's threads outlive `destroy_process_group` as long as a mesh is referenced. A thread that
     # frees a tensor during the interpreter's shutdown needs the GIL and aborts the process (3 of
@@ -358,7 +362,7 @@ def seed_everything(seed: int, rank: int, *more: int) -> None:
     Args:
         seed: seed of the run.
         rank: this rank.
-        more: further numbers that change the seed, such as the step.
+        more: further numbers on which the seed depends, such as the step.
     """
     key = hashlib.sha256("/".join(map(str, (seed, rank, *more))).encode()).digest()
     random.seed(int.from_bytes(key[:8], "little"))
@@ -367,9 +371,9 @@ def seed_everything(seed: int, rank: int, *more: int) -> None:
 
 
 def _uses_cpu(rank: int, world: int) -> bool:
-    """Return True if the run uses the CPU, by configuration or for lack of a usable accelerator.
+    """Return True if the run uses the CPU, because it is configured or no accelerator is usable.
 
-    Prints a warning in the latter case.
+    In the latter case, rank 0 prints a warning.
 
     Raises:
         LaunchError: `accelerate launch` started several processes for GPUs, and there is no GPU.
@@ -397,7 +401,7 @@ def _uses_cpu(rank: int, world: int) -> bool:
 
 
 def build_no_gpu_error(world: int) -> LaunchError:
-    """Build the error for a launch of `world` processes on GPUs if torch sees no GPU."""
+    """Build the error for a launch of `world` processes on GPUs when torch sees no GPU."""
     return LaunchError(
         f"accelerate launch should start {world} process{'es' * (world > 1)} on GPUs, and torch "
         f"sees no GPU ({_describe_torch_build()}); repair the driver or torch, or use "
@@ -406,7 +410,7 @@ def build_no_gpu_error(world: int) -> LaunchError:
 
 
 def _describe_torch_build() -> str:
-    """Return torch's version and the CUDA version for which it was built."""
+    """Format torch's version and the CUDA version for which it was built."""
     return f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
 
 
@@ -427,8 +431,8 @@ def _is_accelerate_set_to_cpu() -> bool:
 def _connect_processes(rank: int, world: int, cpu: bool, seconds: float | None) -> network.Location:
     """Connect the processes: rendezvous, default process group, and the connections of step 1.
 
-    Sets this process's device, and LOCAL_RANK and LOCAL_WORLD_SIZE under a launcher. A process
-    group that the program has created is kept. Collective.
+    Also sets this process's device and, under a launcher, LOCAL_RANK and LOCAL_WORLD_SIZE. If the
+    program has created a process group, that group is used. Collective.
 
     Args:
         rank: this rank.
@@ -440,8 +444,8 @@ def _connect_processes(rank: int, world: int, cpu: bool, seconds: float | None) 
         The location of this process.
 
     Raises:
-        LaunchError: the processes do not find each other or cannot connect in time, or two use one
-            device.
+        LaunchError: the processes do not find each other, cannot connect in time, or two of them
+            use one device.
     """
     if dist.is_initialized():
         machines, local = ranks.node_indices(), launchers.read_local_rank()[0]
@@ -500,7 +504,7 @@ def _unset_accelerate_variables(notes: list[str]) -> None:
     """Remove the variables of an Accelerate YAML from the environment, so Accelerate ignores them.
 
     Args:
-        notes: lines about the YAML to print to stderr on rank 0.
+        notes: lines about the YAML, which rank 0 prints to stderr.
 
     Raises:
         LaunchError: the YAML is for DeepSpeed or Megatron-LM.
@@ -515,5 +519,5 @@ def _unset_accelerate_variables(notes: list[str]) -> None:
 
 
 def _is_flag_set(name: str) -> bool:
-    """Return True if the environment variable is 1, true or yes."""
+    """Return True if the value of an environment variable is 1, true or yes."""
     return os.environ.get(name, "false").lower() in ("1", "true", "yes")

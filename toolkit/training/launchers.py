@@ -30,8 +30,8 @@ _PORTS = range(15000, 30000)  # below the ports that Linux assigns automatically
 def adopt_launcher_variables() -> None:
     """Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the variables of srun or mpirun.
 
-    Does nothing if RANK or WORLD_SIZE is set, or for a single process. Under mpirun the user must
-    set the address; under srun it is computed if it is not set.
+    Does nothing if RANK or WORLD_SIZE is set, or for a single process. Under srun the address is
+    computed unless the user has set it. Under mpirun the user must set it.
 
     Raises:
         LaunchError: rank or address is not known, or each process is an `accelerate launch`.
@@ -62,10 +62,11 @@ def read_rank_and_world_size() -> tuple[int, int]:
     """Read the rank and the world size of this process from RANK and WORLD_SIZE.
 
     Returns:
-        Rank and world size; 0 and 1 if neither variable is set.
+        (rank, world size); (0, 1) if neither variable is set.
 
     Raises:
-        LaunchError: only one variable is set, or a value is not valid.
+        LaunchError: only one variable is set, a value is not valid, or `accelerate launch` was to
+            start several processes and started one.
     """
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         if is_started_by_accelerate() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -88,12 +89,12 @@ def read_rank_and_world_size() -> tuple[int, int]:
 
 
 def is_started_by_accelerate() -> bool:
-    """Return True if `accelerate launch` started this process."""
+    """Return True if `accelerate launch` started this process, by its environment."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 def read_rank_text() -> str:
-    """Return the rank as text for messages, from any launcher's variables; "0" without one."""
+    """Return the rank as text for messages, from any launcher's variables; "0" if none is set."""
     names = ("RANK", *(rank for _, rank, _, _ in _LAUNCHERS))
     return next((os.environ[name] for name in names if name in os.environ), "0")
 
@@ -102,7 +103,7 @@ def read_local_rank() -> tuple[int | None, bool]:
     """Read the local rank of this process from its launcher's variables.
 
     Returns:
-        The local rank, None if no launcher set it; and True if it comes from LOCAL_RANK. The
+        The local rank, or None if no launcher set it. Second, True if it comes from LOCAL_RANK. The
         variables of srun and mpirun are not reliable, because a parent process may have left them.
     """
     for name in ("LOCAL_RANK", *(local for _, _, _, local in _LAUNCHERS)):
@@ -112,9 +113,9 @@ def read_local_rank() -> tuple[int | None, bool]:
 
 
 def should_print_for_host() -> bool:
-    """Return True if the local rank is 0 or unknown, so this process prints for its host.
+    """Return True if this process prints for its host: its local rank is 0 or unknown.
 
-    Used before the process group exists.
+    Works before the process group exists.
     """
     return (read_local_rank()[0] or 0) == 0
 
@@ -122,10 +123,10 @@ def should_print_for_host() -> bool:
 def count_cores_per_process(sharers: int) -> int:
     """Return the number of cores for this process, at least one.
 
-    A container's limit of CPU time (`docker run --cpus`) counts, too.
+    A container's limit of CPU time (`docker run --cpus`) is respected.
 
     Args:
-        sharers: number of processes that use the same cores.
+        sharers: number of processes that share the cores.
     """
     count = float(len(ranks.available_cores()))
     try:
@@ -138,7 +139,7 @@ def count_cores_per_process(sharers: int) -> int:
 
 
 def has_user_set_threads() -> bool:
-    """Return True if the user has set OMP_NUM_THREADS, and not the launcher.
+    """Return True if OMP_NUM_THREADS was set by the user, not by the launcher.
 
     torchrun and `accelerate launch` set it to 1 if it is unset. So the environment of the
     launcher's own process is read from the operating system. If it cannot be read, the result is
@@ -167,8 +168,8 @@ def _slurm_rendezvous() -> dict[str, str]:
     """Compute the address at which the processes of a Slurm step connect.
 
     Returns:
-        MASTER_ADDR, the first host, and MASTER_PORT, derived from job and step id. Empty without a
-        list of hosts, or if the user chose an arbitrary order of hosts.
+        MASTER_ADDR, which is the first host, and MASTER_PORT, which depends on job and step id.
+        Empty without a list of hosts, or if the user chose an arbitrary order of hosts.
 
     Raises:
         LaunchError: the first process does not run on the first host.

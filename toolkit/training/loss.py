@@ -62,7 +62,7 @@ class LossSum:
     listed is a mean over the first element of `count`."""
 
     def all_part_counts(self) -> dict[str, torch.Tensor]:
-        """Return the number of terms of every metric in `parts`, each with the shape of its sum."""
+        """Map every metric in `parts` to the number of its terms, in the shape of its sum."""
         first = self.count.flatten()[0]
         return {
             name: self.part_counts.get(name, first.expand(value.shape))
@@ -73,14 +73,14 @@ class LossSum:
         """List the tensors that ranks must add up.
 
         Returns:
-            `total`, `count`, the sums of the metrics, and the counts of the metrics, in this order.
+            `total`, `count`, then the sums of all metrics, then the counts of all metrics.
         """
         return [self.total, self.count, *self.parts.values(), *self.all_part_counts().values()]
 
 
 @runtime_checkable
 class EvaluatedLoss(Protocol):
-    """Protocol of a loss with a list of evaluation metrics; see `toolkit.objectives`."""
+    """Protocol of a loss that computes further evaluation metrics; see `toolkit.objectives`."""
 
     @property
     def metrics(self) -> Sequence[Metric]:
@@ -102,9 +102,9 @@ def causal_lm_loss(
     """Compute the cross entropy of one micro-batch in fp32, summed over the supervised tokens.
 
     Only the logits of one chunk of tokens exist at a time; see `HeadLoss` for the cost. The first
-    call runs the model twice on a few tokens to find out what it does with the head's output. If it
-    needs all logits at once, a line is logged. A batch without supervised tokens gives a loss of
-    exactly 0 and gradients of zeros.
+    call for a model runs it twice on a few tokens to find out what it does with the head's output.
+    If the model needs all logits at once, this is logged. A batch without supervised tokens gives a
+    loss of exactly 0 and gradients of zeros.
 
     Args:
         model: a causal LM, sharded or not.
@@ -146,8 +146,8 @@ def causal_lm_loss(
 def token_logps(model: nn.Module, batch: Batch, *, device_type: str | None = None) -> torch.Tensor:
     """Compute the log-probability of each target of a micro-batch, with gradients.
 
-    See `HeadLogps` for the cost. The first call runs the model on a few tokens, as in
-    `causal_lm_loss`.
+    See `HeadLogps` for the cost. As in `causal_lm_loss`, the first call runs the model on a few
+    tokens.
 
     Args:
         model: a causal LM, sharded or not.
@@ -242,9 +242,10 @@ def sequence_rewards(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def probe_loss_on_copy(copy: PreTrainedModel, model: nn.Module) -> None:
-    """Find out how to compute the loss of `model` by trying a tiny `copy`, and store the result.
+    """Find out how to compute the loss of `model` by running a tiny `copy`, and store the result.
 
-    Used for a model on meta, which cannot run. Logs a line if the loss needs all logits at once.
+    Needed for a model on meta, which cannot run. If the loss needs all logits at once, this is
+    logged.
     """
     ids = torch.arange(1, _TRIAL_TOKENS + 1)[None]
     head_facts = _try_head(copy, {"input_ids": ids}, ids)
@@ -255,14 +256,14 @@ def probe_loss_on_copy(copy: PreTrainedModel, model: nn.Module) -> None:
 
 
 def _get_head_facts(model: nn.Module, batch: Batch) -> _HeadFacts:
-    """Return the result of `_try_head`, which runs only once for each model."""
+    """Return the result of `_try_head` for a model, which is computed once and cached."""
     if model not in _logit_maps:
         _logit_maps[model] = _try_head(model, batch.inputs, batch.targets)
     return _logit_maps[model]
 
 
 def _find_output_head(model: nn.Module) -> nn.Module:
-    """Return the module that computes logits; with adapters the trained copy, if there is one.
+    """Return the module that computes logits. If adapters train a copy of it, return the copy.
 
     Raises:
         _UnsupportedHeadError: the model has no output embeddings.
@@ -279,11 +280,11 @@ class _UnsupportedHeadError(Exception):
 
 
 class _HeadReplacement:
-    """A replacement of the head's forward that computes the loss inside the model's forward.
+    """Replaces the head's forward, so that the loss is computed inside the model's forward.
 
-    Within the forward FSDP has gathered the weight of the head; elsewhere it may be a shard. The
-    task is a function such as `HeadLoss`, called with hidden states, targets and `n_targets`. It
-    returns its result and an empty tensor for the logits.
+    There, FSDP has gathered the weight of the head; elsewhere it may be a shard. The task is a
+    function such as `HeadLoss`, which is called with hidden states, targets and `n_targets`. It
+    returns its result, and an empty tensor in place of the logits.
     """
 
     def __init__(
@@ -297,10 +298,10 @@ class _HeadReplacement:
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the task on hidden states [B, T, H]; return an empty tensor [B, T, 0] as the logits.
+        """Run the task on hidden states [B, T, H]; return empty logits [B, T, 0].
 
         Raises:
-            _UnsupportedHeadError: a second call, or hidden states that do not have the targets'
+            _UnsupportedHeadError: this is a second call, or hidden states and targets differ in
                 shape.
         """
         if self._result is not None or hidden.shape[:-1] != self._targets.shape:
@@ -330,7 +331,7 @@ def _try_head(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -
 
     Returns:
         The number of logits per token, and the map from the head's output to the model's logits.
-        None, with a log line, if the loss cannot be computed inside the head.
+        None if the loss cannot be computed inside the head, which is logged.
     """
     # Only inputs with one number per token can be cut.
     few_inputs = {
@@ -367,7 +368,9 @@ def _try_head(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -
 def _probe_head(
     model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor
 ) -> tuple[int, LogitMap]:
-    """Run the model with known values in place of the head's output, then once with a loss inside.
+    """Run the model with known values as the head's output, and then with a loss inside the head.
+
+    The first run shows what the model does with the values.
 
     Returns:
         The number of logits per token, and the map from the head's output to the model's logits.
@@ -407,10 +410,10 @@ def _probe_head(
 
 
 def _infer_logit_map(z: torch.Tensor, logits: torch.Tensor) -> LogitMap:
-    """Infer the scale and soft cap that turned the probe values `z` into `logits`.
+    """Infer the scale and soft cap with which the model turned the probe values `z` into `logits`.
 
     Raises:
-        _UnsupportedHeadError: something else changed the values.
+        _UnsupportedHeadError: the model changed the values in another way.
     """
     if logits.shape != z.shape or logits.requires_grad:
         raise _UnsupportedHeadError(

@@ -37,7 +37,7 @@ def cross_entropy(
     Args:
         logits: output of a head, [rows, vocabulary].
         targets: int64 [rows]; `IGNORE_INDEX` has no loss.
-        scale: factor of the logits.
+        scale: factor by which the logits are multiplied.
         cap: soft cap of the logits: `cap * tanh(scale * z / cap)`; None: no cap.
         label_smoothing: share of each target that is spread evenly over the vocabulary.
         z_loss: factor of the square of log Z that is added for each token; see `HeadLoss`.
@@ -58,7 +58,7 @@ def _fake_cross_entropy(
     label_smoothing: float,
     z_loss: float = 0.0,
 ) -> _TwoTensors:
-    """Return empty results of `cross_entropy` for tensors without values."""
+    """Return uninitialised results of `cross_entropy` in their shapes, for fake tensors."""
     return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
 
@@ -77,7 +77,7 @@ def target_logps(
 def _fake_target_logps(
     logits: torch.Tensor, targets: torch.Tensor, scale: float, cap: float | None
 ) -> torch.Tensor:
-    """Return an empty result of `target_logps` for tensors without values."""
+    """Return an uninitialised result of `target_logps` in its shape, for fake tensors."""
     return logits.new_empty(len(targets), dtype=torch.float32)
 
 
@@ -94,7 +94,8 @@ def weighted_logps(
     `weights` is [rows, 1]; see `cross_entropy` for the other arguments.
 
     Returns:
-        The log-probabilities, fp32 [rows]; and the gradient, with shape and dtype of `logits`.
+        The log-probabilities without weights, fp32 [rows]; and the gradient, with shape and dtype
+        of `logits`.
     """
     return _run_compiled(logps_and_gradient, (scale, cap), logits, targets, weights)
 
@@ -107,7 +108,7 @@ def _fake_weighted_logps(
     scale: float,
     cap: float | None,
 ) -> _TwoTensors:
-    """Return empty results of `weighted_logps` for tensors without values."""
+    """Return uninitialised results of `weighted_logps` in their shapes, for fake tensors."""
     return logits.new_empty(len(targets), dtype=torch.float32), torch.empty_like(logits)
 
 
@@ -116,7 +117,8 @@ def _run_compiled(function: Callable[..., Any], rule: tuple, *tensors: torch.Ten
 
     Args:
         function: one of `loss_and_gradient`, `compute_target_logps` and `logps_and_gradient`.
-        rule: the numbers that are constants of the kernel: scale, soft cap or None, and so on.
+        rule: numbers that are constants of the kernel: scale, soft cap or None and, for the loss,
+            label smoothing and z-loss.
         tensors: tensors of [rows, ...]; one kernel serves any number of rows.
     """
     device = tensors[0].device
@@ -135,7 +137,7 @@ def _compiled_kernel(
     """Return a compiled version of `function` that checks itself at its first call. Cached.
 
     The check compares compiled and uncompiled results on the first 4 rows. If they differ or the
-    compilation fails, this is logged, and the device uses the uncompiled function from then on.
+    compilation fails, this is logged, and all kernels are uncompiled on this device from then on.
     """
     plain = functools.partial(function, rule=rule)
     compiled = torch.compile(plain)
@@ -171,7 +173,7 @@ def _compiled_kernel(
 
 
 def _largest_logit(logits: torch.Tensor, rule: tuple) -> float:
-    """Return the largest absolute value of the logits after scale and soft cap."""
+    """Return an upper limit of the absolute logits after scale and soft cap."""
     size, cap = abs(rule[0]) * float(logits.abs().max()), rule[1]
     return size if cap is None else min(size, cap)
 
@@ -179,9 +181,9 @@ def _largest_logit(logits: torch.Tensor, rule: tuple) -> float:
 def _is_close(a: torch.Tensor, b: torch.Tensor, size: float) -> bool:
     """Return True if two results are equal up to rounding in their dtype.
 
-    A result with fewer than two dimensions (a loss, log-probabilities) is a difference of numbers
-    of the magnitude `size`, so it is compared with their rounding error. A gradient is compared
-    with the rounding error of its values.
+    A gradient (2-d) is compared with the rounding error of its values. A result with fewer
+    dimensions, such as a loss, is a difference of numbers of the magnitude `size`. So it is
+    compared with the rounding error of such numbers.
     """
     tolerance = 8 * torch.finfo(a.dtype).eps
     scale = a.float().norm() + (size * math.sqrt(a.numel()) if a.ndim < 2 else 0.0)
@@ -189,7 +191,7 @@ def _is_close(a: torch.Tensor, b: torch.Tensor, size: float) -> bool:
 
 
 def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) -> _TwoTensors:
-    """Compute the results of `cross_entropy`, in operations that compile to one kernel."""
+    """Compute the results of `cross_entropy` by operations that compile to one kernel."""
     scale, cap, label_smoothing, z_loss = rule
     z = logits.float() * scale
     bent = None if cap is None else torch.tanh(z / cap)
@@ -218,7 +220,7 @@ def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) 
 def compute_target_logps(
     logits: torch.Tensor, targets: torch.Tensor, rule: tuple[float, float | None]
 ) -> torch.Tensor:
-    """Compute the result of `target_logps`, in operations that compile to one kernel."""
+    """Compute the result of `target_logps` by operations that compile to one kernel."""
     mapped, _ = _map_logits(logits, rule)
     most = mapped.amax(-1, keepdim=True)
     log_z = (most + torch.exp(mapped - most).sum(-1, keepdim=True).log()).squeeze(-1)
@@ -233,7 +235,7 @@ def logps_and_gradient(
     weights: torch.Tensor,
     rule: tuple[float, float | None],
 ) -> _TwoTensors:
-    """Compute the results of `weighted_logps`, in operations that compile to one kernel."""
+    """Compute the results of `weighted_logps` by operations that compile to one kernel."""
     mapped, bent = _map_logits(logits, rule)
     most = mapped.amax(-1, keepdim=True)
     shares = torch.exp(mapped - most)
@@ -255,11 +257,11 @@ def _map_logits(
 
     Args:
         logits: output of a head, [rows, vocabulary].
-        rule: scale; and soft cap or None.
+        rule: (scale, soft cap or None).
 
     Returns:
-        The mapped logits in fp32; and the tanh of the soft cap, which its derivative needs, or
-        None.
+        The mapped logits in fp32; and the tanh of the soft cap, which its derivative needs (None
+        without a cap).
     """
     scale, cap = rule
     z = logits.float() * scale

@@ -31,7 +31,7 @@ from toolkit.training.trackers import Trackers
 
 @dataclasses.dataclass
 class Metrics:
-    """Collect the statistics of each step, and log them every `logging_steps` steps.
+    """Collects the statistics of each step, and logs them every `logging_steps` steps.
 
     Every rank calls it; rank 0 writes to `metrics.jsonl`, the terminal and the trackers. The
     tensors of a step are read only when a line is logged, so the host does not wait for the device
@@ -106,7 +106,8 @@ class Metrics:
     ) -> None:
         """Record the statistics of one step, and log a line if this step is a logging step.
 
-        Waits for the device only if a line is logged. Collective.
+        Also tells the watchdog that the next step begins, and advances the profiler. Waits for the
+        device only if a line is logged. Collective.
 
         Args:
             step: number of the step, counting from 1.
@@ -116,9 +117,9 @@ class Metrics:
                 any, the step is logged.
 
         Raises:
-            TrainingError: the loop did not pass `router` to `Update` although experts are balanced;
-                or a guard failed, because too many steps were skipped or a rank's state changed
-                between steps.
+            TrainingError: the loop did not pass `router` to `Update` although experts are balanced.
+                Or a guard failed: too many steps were skipped, or a rank's state changed between
+                steps.
         """
         terms = stats.tokens if stats.terms is None else stats.terms
         terms = torch.where(stats.skipped, 0, terms)
@@ -158,13 +159,13 @@ class Metrics:
             self._last_step_time = time.perf_counter()
 
     def _is_logging_step(self, step: int) -> bool:
-        """Return True for multiples of `logging_steps`, and for the first and the last step."""
+        """Return True for multiples of `logging_steps`, this start's first step and the last."""
         return step % self.logging_steps == 0 or step in (self.first_step + 1, self.max_steps)
 
     def _log(
         self, step: int, stats: StepStats, learning_rate: float, extra_metrics: dict[str, float]
     ) -> None:
-        """Compute the log line of a step; on rank 0 write, print and track it. Collective."""
+        """Compute the log line of a step. Rank 0 writes, prints and tracks it. Collective."""
         line = self._compose_line(step, stats, learning_rate) | extra_metrics
         self._first_loss = line["loss"] if self._first_loss is None else self._first_loss
         self._last_line |= line
@@ -176,7 +177,10 @@ class Metrics:
                 self.trackers.log(line)
 
     def _append_unwritten(self) -> None:
-        """Append the waiting lines to `metrics.jsonl`; if the disk fails, warn and keep them."""
+        """Append the waiting lines to `metrics.jsonl`; if the disk fails, warn and keep them.
+
+        Only the first failure is reported.
+        """
         count = len(self._unwritten)
         try:
             append_lines(self._file, self._unwritten)
@@ -203,7 +207,10 @@ class Metrics:
 
     @property
     def tokens(self) -> int:
-        """Number of supervised tokens so far, including earlier starts. Waits for the device."""
+        """Number of supervised tokens of the run so far, including earlier starts.
+
+        Reading it waits for the device.
+        """
         if self._pending:
             loss, terms, tokens = (
                 torch.stack(values).double() for values in zip(*self._pending, strict=True)
@@ -218,7 +225,7 @@ class Metrics:
     def pause(self) -> Iterator[None]:
         """Exclude the time of the block (evaluation, saving) from the rates.
 
-        Waits for the device first. The watchdog's timeout is longer within the block.
+        Waits for the device before the block. The watchdog's timeout is longer within it.
         """
         if self.device.type != "cpu":
             # Steps that the device still computes are not part of the pause.
@@ -240,7 +247,7 @@ class Metrics:
         """Close bar and profiler, write the waiting lines, and return a summary of the steps.
 
         Returns:
-            A line with steps, seconds and losses; empty if no step was logged.
+            A log line with steps, seconds and losses; empty if no step was logged.
         """
         if self.profiler is not None and self.profiler.is_open:
             ranks.log_once("WARNING: the run ended before train.profile_steps: there is no profile")
@@ -266,7 +273,7 @@ class Metrics:
     def _compose_line(self, step: int, stats: StepStats, learning_rate: float) -> dict[str, Any]:
         """Compute the values of a log line, and reset the sums since the last line.
 
-        Waits for the device. Collective.
+        Waits for the device. Collective; raises the errors of `Guards.compute_metrics`.
         """
         line: dict[str, Any] = {
             "step": step,
@@ -298,7 +305,7 @@ class Metrics:
         return line | {"memory_peak_bytes": peak_bytes}
 
     def _take_part_means(self) -> dict[str, float]:
-        """Return the mean of each loss metric since the last line, and reset the sums.
+        """Return the mean of each metric of the loss since the last line, and reset the sums.
 
         Skipped steps do not count, and metrics without a term are omitted. Waits for the device.
         """
@@ -314,7 +321,7 @@ class Metrics:
     def _print(self, line: dict[str, Any]) -> None:
         """Print a log line above the progress bar, and show its main values in the bar.
 
-        The line is shortened to the width of the terminal.
+        On a narrow terminal, less important values are omitted.
         """
         step, now = line["step"], time.perf_counter()
         loss = f"loss {line['loss']:.4f}"
@@ -355,13 +362,16 @@ class Metrics:
 
 
 def _format_evaluation(line: dict[str, Any]) -> str:
-    """Format the evaluation loss of a log line, followed by the other evaluation metrics."""
+    """Format the evaluation loss of a log line, with the other evaluation metrics in brackets."""
     metrics = _format_metrics(line, "eval_")
     return f"eval_loss {line['eval_loss']:.4f}" + (f" ({', '.join(metrics)})" if metrics else "")
 
 
 def _format_metrics(line: dict[str, Any], prefix: str) -> list[str]:
-    """Format each metric whose name with `prefix` is in the log line, without the loss."""
+    """Format the metrics that the log line has under `prefix` + name, as "NAME VALUE".
+
+    The loss is not included.
+    """
     return [
         f"{metric.name} {line[prefix + metric.name]:{metric.format_spec}}"
         for metric in shown_metrics()
@@ -381,13 +391,13 @@ def evaluate_metrics(
     Args:
         sharded: the sharded model.
         sources: name of an evaluation set -> its batches.
-        objective: the objective of the run; or a loss function, for which no perplexity is
+        objective: the objective of the run, or a loss function, for which no perplexity is
             computed. None: the cross entropy of tokens.
 
     Returns:
-        `eval_loss`, `eval_perplexity` and `eval_NAME` for each metric of the loss, such as
-        `eval_accuracy`. With several evaluation sets, also `eval_SET_loss` and so on for each set.
-        Empty if a signal interrupted the evaluation.
+        `eval_loss`, `eval_perplexity` if the objective has it, and `eval_NAME` for each metric of
+        the loss, such as `eval_accuracy`. With several evaluation sets, also `eval_SET_loss` and so
+        on for each set. Empty if a signal interrupted the evaluation.
     """
     loss: Loss | None
     if isinstance(objective, EvaluatedLoss):

@@ -21,13 +21,13 @@ from toolkit.models.peft_model import base_of
 def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
     """Register hooks that add NEFTune noise to the input embeddings while the model trains.
 
-    Each rank draws from torch's default generator, whose state is part of checkpoints, so a resumed
+    Each rank draws from torch's default generator, whose state is part of checkpoints. So a resumed
     run draws the same noise as an uninterrupted one. A forward draws as many numbers as the
     embeddings have values.
 
     Args:
         model: a causal LM with or without adapters, sharded or not.
-        alpha: scale of the noise, 5, 10 or 15 in the paper; None: do nothing.
+        alpha: scale of the noise, 5, 10 or 15 in the paper. None: do nothing.
     """
     if alpha is None:
         return
@@ -63,7 +63,7 @@ def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
 def sample_lengths(
     attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Compute the length in tokens of the sample to which each token belongs.
+    """Compute for each token the length, in tokens, of the sample to which it belongs.
 
     Args:
         attention_mask: [B, T], 0 for padding. If it is given, each row is one sample.
@@ -71,7 +71,7 @@ def sample_lengths(
             1.
 
     Returns:
-        [B, T], 0 for padding; None without both arguments, since each row is one sample then.
+        [B, T], 0 for padding. None if both arguments are None; then each row is one sample.
 
     Raises:
         TrainingError: an argument is not 2-d.

@@ -72,7 +72,7 @@ def exchange_and_decide(
     Collective. It uses only the store, so it works before the process group exists.
 
     Args:
-        store: connected on all ranks.
+        store: a store that all ranks have connected to.
         topic: name of the exchange; each name can be used once.
         local_value: this rank's value, of JSON types.
         decide: maps the list of all ranks' values to a list with a result for each rank.
@@ -121,7 +121,7 @@ def exchange_locations(store: dist.Store, rank: int, world: int, *, nccl: bool) 
     """Exchange host names and local ranks with the other processes. Collective.
 
     Args:
-        store: connected on all ranks.
+        store: a store that all ranks have connected to.
         rank: this rank.
         world: number of ranks.
         nccl: also check the interface that the user has set for NCCL.
@@ -151,6 +151,9 @@ def exchange_locations(store: dist.Store, rank: int, world: int, *, nccl: bool) 
 
 def assign_locations(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compute the location of each process from the reports of all processes.
+
+    The local ranks of a host are those that the launcher set, if they are usable. Otherwise the
+    host's processes are numbered in the order of their ranks.
 
     Args:
         reports: the report that `exchange_locations` builds on each rank, in rank order.
@@ -207,7 +210,7 @@ def create_process_group(
     A sum over the ranks checks the connections.
 
     Args:
-        store: connected on all ranks.
+        store: a store that all ranks have connected to.
         rank: this rank.
         world: number of ranks.
         location: result of `exchange_locations`.
@@ -268,7 +271,7 @@ def create_process_group(
 
 
 def _advise_gloo(has_other_hosts: bool) -> str:
-    """Describe the interface that gloo uses, for an error about its connections."""
+    """Describe the interface that gloo uses, as advice in an error about its connections."""
     advice = "gloo uses the interface of the hostname"
     if has_other_hosts:
         setting = os.environ.get(GLOO_INTERFACE, "not set: that of the hostname")
@@ -277,7 +280,7 @@ def _advise_gloo(has_other_hosts: bool) -> str:
 
 
 def _advise_nccl(backend: str) -> str:
-    """Describe NCCL's interface settings and shared memory, for an error about its connections."""
+    """Describe NCCL's interface and shared memory, as advice in an error about its connections."""
     names = (NCCL_INTERFACE, "NCCL_IB_HCA")
     settings = ", ".join(f"{name} ({os.environ.get(name, 'not set')})" for name in names)
     free = f"{free_shared_memory_bytes() / 1e6:.0f} MB of {SHARED_MEMORY} (--shm-size)"
@@ -288,7 +291,7 @@ def _advise_nccl(backend: str) -> str:
 
 
 def free_shared_memory_bytes() -> float:
-    """Return the free bytes of /dev/shm; infinity if this system has none."""
+    """Return the free bytes of /dev/shm; infinity if this system has no /dev/shm."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
@@ -307,13 +310,13 @@ def format_hosts(location: Location, world: int) -> str | None:
 
 
 def run_with_timeout(seconds: float, work: Callable[[], None]) -> str:
-    """Run `work` in a thread for at most `seconds`, and raise its error.
+    """Run `work` in a thread, wait for at most `seconds`, and raise its error if it failed.
 
     A thread is needed because calls that wait inside gloo or NCCL ignore timeouts and signals.
 
     Returns:
-        An empty string if `work` has returned. Otherwise the source line that it executes; in this
-        case the thread continues, and the process should end.
+        An empty string if `work` has returned. Otherwise the source line that `work` executes. In
+        this case the thread continues, and the process should end.
     """
     raised: list[BaseException] = []
 
@@ -339,8 +342,8 @@ def prepare_sockets(
 ) -> None:
     """Raise the limit of open files, which includes sockets, and choose gloo's interface.
 
-    With several hosts, sets TORCH_GLOO_LAZY_INIT and GLOO_SOCKET_IFNAME, unless the user has set
-    them.
+    With several hosts, sets the variables TORCH_GLOO_LAZY_INIT and GLOO_SOCKET_IFNAME, unless the
+    user has set them.
 
     Args:
         world: number of processes.
@@ -370,10 +373,11 @@ def find_interface_towards(master: str, master_address: str | None = None) -> st
 
     Args:
         master: host name or address of rank 0.
-        master_address: address of rank 0's host as other hosts know it, used on that host itself.
+        master_address: address of rank 0's host as other hosts know it. It is used on that host
+            itself, whose packets to `master` would take the loopback.
 
     Returns:
-        Name of the interface; None if there is none.
+        Name of the interface; None if none is found.
     """
     address = _find_source_address(master)
     if address is None or not ipaddress.ip_address(address).is_loopback:
@@ -384,7 +388,7 @@ def find_interface_towards(master: str, master_address: str | None = None) -> st
 
 
 def _find_interface_with(address: str | None) -> str | None:
-    """Return the name of the interface that has the IP address; None if there is none."""
+    """Return the name of the interface that has an IP address; None if no interface has it."""
     for name, addresses in list_interfaces().items() if address else ():
         if address in addresses:
             return name
@@ -392,7 +396,10 @@ def _find_interface_with(address: str | None) -> str | None:
 
 
 def list_interfaces() -> dict[str, list[str]]:
-    """Return the IP addresses of each network interface of this host that has any, by name."""
+    """Map the name of each network interface of this host to its IP addresses.
+
+    Interfaces without an IP address are omitted.
+    """
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = {
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
@@ -410,7 +417,7 @@ def format_interfaces() -> str:
 
 
 def explain_interface_error(env: Mapping[str, str], *, nccl: bool) -> str:
-    """Explain which interface setting of the user does not match this host.
+    """Explain which interface setting of the user matches no interface of this host.
 
     Args:
         env: environment variables.
@@ -440,13 +447,20 @@ def explain_interface_error(env: Mapping[str, str], *, nccl: bool) -> str:
 
 
 def _is_loopback(name: str) -> bool:
-    """Return True if the first interface in `name` has only loopback addresses."""
+    """Return True if the first of the interfaces in `name` has only loopback addresses.
+
+    Args:
+        name: names of interfaces, separated by commas.
+    """
     addresses = list_interfaces().get(name.partition(",")[0], [])
     return bool(addresses) and all(ipaddress.ip_address(at).is_loopback for at in addresses)
 
 
 def _resolve_address(host: str) -> str | None:
-    """Return the IP address of `host`; None if it is a loopback or unknown. Sends no packets."""
+    """Return the IP address of `host`; None if it is unknown or a loopback.
+
+    Sends no packets to the host.
+    """
     with contextlib.suppress(OSError):
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -457,7 +471,10 @@ def _resolve_address(host: str) -> str | None:
 
 
 def _find_source_address(host: str) -> str | None:
-    """Return this host's address for packets to `host`; None if it is unknown. Sends no packets."""
+    """Return the address from which this host would send packets to `host`; None if unknown.
+
+    Sends no packets to it.
+    """
     with contextlib.suppress(OSError):
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -474,9 +491,11 @@ def scope_store_to_start(
     A launcher that restarts its ranks keeps its store. In the bare store the new ranks would find
     the addresses of processes that are gone, and wait for them (torch 2.13, its issue 135712). The
     launcher's restart count cannot separate the starts, because the agent of each machine has its
-    own. So rank 0 numbers its start, and every other rank registers in the newest start. If its
-    rank is already registered there, that was an earlier process, and it waits for the next start.
-    Costs a few round trips per rank.
+    own count.
+
+    So rank 0 gives its start a number, and every other rank registers in the newest start. A rank
+    that is already registered there was registered by an earlier process, so it waits for the next
+    start. Costs a few round trips per rank.
 
     Raises:
         RuntimeError: not all ranks registered within `timeout`.
@@ -509,7 +528,7 @@ def scope_store_to_start(
 def _poll_until(is_done: Callable[[], bool], timeout: datetime.timedelta) -> None:
     """Call `is_done` until it returns True, with growing pauses of up to 0.5 s.
 
-    The store's own wait would ignore signals.
+    It is used because the store's own wait ignores signals.
 
     Raises:
         RuntimeError: `timeout` is over.
@@ -524,7 +543,7 @@ def _poll_until(is_done: Callable[[], bool], timeout: datetime.timedelta) -> Non
 
 
 def format_restart() -> str | None:
-    """Format a log line with the number of restarts by the launcher; None at the first start."""
+    """Format a log line with the number of restarts by torch's agent; None at the first start."""
     count, limit = (
         os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
     )

@@ -32,7 +32,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
-    """Check that optimizer and schedule can be built, before the model is loaded.
+    """Raise a ConfigError if the optimizer or the schedule of the settings cannot be built.
+
+    Needs no model, so it can run before the model is loaded.
 
     Args:
         cfg: the section `optim` of the config.
@@ -58,9 +60,10 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     Matrices get weight decay. Vectors and scalars (norms, biases, also the stacked biases of
     experts) get none. The model is resharded first.
 
-    AdamW is exact on DTensors. Its fused version is 4 to 6 times faster on CPU than a loop over
-    parameters. Its state is two tensors of the parameters' size and dtype. For the other
-    optimizers, see `sharded_optimizers`.
+    The class is that of `optim.optim`: fused AdamW, `AdamW8bit`, `Muon` or `Adafactor`. AdamW is
+    exact on DTensors. Its fused version is 4 to 6 times faster on CPU than a loop over parameters.
+    Its state is two tensors of the parameters' size and dtype. For the other optimizers, see
+    `sharded_optimizers`.
     """
     reshard(model)
     parameters_by_key: dict[tuple, list[nn.Parameter]] = {}
@@ -94,7 +97,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
 def _classify_parameters(
     model: nn.Module, cfg: OptimConfig
 ) -> Iterator[tuple[nn.Parameter, bool, bool]]:
-    """Decide for each trained parameter if it gets weight decay and which update it gets.
+    """Decide for each trained parameter whether it gets weight decay, and which update it gets.
 
     Yields:
         The parameter; True if it gets weight decay; True if it gets the special update of the
@@ -120,7 +123,7 @@ def _classify_parameters(
 
 
 def compute_state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
-    """Compute the bytes of the optimizer's state, summed over all ranks.
+    """Compute the bytes of the optimizer's state, summed over all ranks, without building it.
 
     Args:
         model: the model, which may be on meta.
@@ -143,10 +146,10 @@ def compute_state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
 
 
 def describe_state_dtypes(optimizer: torch.optim.Optimizer) -> str:
-    """List the dtypes of an optimizer's state with the most frequent first: `8 bits/float32`.
+    """Format the dtypes of an optimizer's state, the most frequent first: `8 bits/float32`.
 
     Args:
-        optimizer: result of `build_optimizer`.
+        optimizer: result of `build_optimizer`; its state need not exist yet.
     """
     values_by_dtype: Counter[str] = Counter()
     for group in optimizer.param_groups:
@@ -158,11 +161,12 @@ def describe_state_dtypes(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _find_embedding_and_head_ids(model: nn.Module) -> tuple[set[int], set[int]]:
-    """Find the parameters that the special updates of 8-bit AdamW and Muon must exclude.
+    """Find the parameters that 8-bit AdamW and Muon must leave to plain AdamW.
 
     Returns:
-        Python ids of the parameters of embeddings and convolutions, for both; and those of the
-        model's input embedding, output head and reward head, for Muon.
+        Two sets of `id()`. The first has the parameters of embeddings and convolutions, for both
+        optimizers. The second has those of the input embedding, the output head and the reward
+        head, for Muon.
     """
     kinds = (nn.Embedding, *_CONVOLUTIONS)
     lookup_ids = {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
@@ -179,7 +183,7 @@ def build_scheduler(
 ) -> LRScheduler:
     """Build the learning-rate schedule of transformers for `max_steps` steps.
 
-    Logs a warning if the run ends within its warm-up.
+    If the run ends within its warm-up, a warning is logged.
 
     Raises:
         ConfigError: `lr_scheduler_kwargs` do not fit the schedule, or its phases exceed
@@ -195,7 +199,11 @@ def build_scheduler(
 
 
 def _count_warmup_steps(cfg: OptimConfig, max_steps: int) -> int:
-    """Return the warm-up steps: `cfg.warmup_steps`, or a share of `max_steps` if it is below 1."""
+    """Return the number of warm-up steps.
+
+    `cfg.warmup_steps` is that number, or if it is below 1 a share of `max_steps`. A share is
+    rounded up, but leaves at least one step.
+    """
     if cfg.warmup_steps >= 1:
         return int(cfg.warmup_steps)
     # A share of the steps, rounded up, but at least one step must follow.

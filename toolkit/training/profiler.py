@@ -46,7 +46,7 @@ Span = tuple[float, float]
 
 @dataclass
 class StepProfiler:
-    """Trace the steps `first` to `last` of a run with torch.profiler, after one warm-up step.
+    """Traces the steps `first` to `last` of a run with torch.profiler, after one warm-up step.
 
     On CUDA, it also records allocations from the warm-up step on.
     """
@@ -74,12 +74,15 @@ class StepProfiler:
 
         If there is no warm-up step, this happens before the first step. It does not happen earlier,
         because each record includes the Python stack.
+
+        Args:
+            done_steps: number of steps that are done.
         """
         if self.device.type == "cuda" and done_steps == max(self.first - 2, self.done_steps):
             torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES)
 
     def _choose_action(self, step: int) -> ProfilerAction:
-        """Tell torch.profiler what to do in `step`: nothing, warm up, record, or also save."""
+        """Return torch.profiler's action in `step`: none, warm up, record, or record and save."""
         if self.first <= step <= self.last:
             is_last = step == self.last
             return ProfilerAction.RECORD_AND_SAVE if is_last else ProfilerAction.RECORD
@@ -89,14 +92,15 @@ class StepProfiler:
         """Return True if the profiler warms up or traces in `step`, which makes the step slower.
 
         Call it at the end of `step`. If the profiler starts to warm up, starts to trace or stops
-        after this step, the call waits for the device, so that work is recorded in its own step.
+        after this step, the call waits for the device. So work is recorded in the step it belongs
+        to.
         """
         if step in (self.first - 2, self.first - 1, self.last) and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return self.first - 1 <= step <= self.last
 
     def end_step(self, step: int) -> bool:
-        """Pass the end of `step` to the profiler; return True if it was the last one to profile."""
+        """Tell the profiler that `step` has ended; return True if it was the last one to trace."""
         if self.is_open:
             self._profile.step()
             self._record_memory(step)
@@ -104,7 +108,7 @@ class StepProfiler:
         return step == self.last
 
     def write(self) -> list[str]:
-        """Write the traces and `summary.json` after the last profiled step. Collective.
+        """Write the traces and `summary.json` after the last traced step. Collective.
 
         Takes some seconds to write and read each trace.
 
@@ -129,10 +133,10 @@ class StepProfiler:
         return lines
 
     def _write_trace(self) -> tuple[dict[str, float], bool]:
-        """Write the trace of this rank to `rank-N.json.gz`, and measure the parts of a step.
+        """Write this rank's trace to `rank-N.json.gz`, and measure the parts of a step.
 
         Returns:
-            Name of a part -> seconds per step; and True if the trace has device kernels.
+            A dict of name of a part -> seconds per step; and True if the trace has device kernels.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"rank-{ranks.rank()}.json.gz"
@@ -143,7 +147,7 @@ class StepProfiler:
         return {k: s / steps for k, s in measure_parts(events).items()}, has_kernels(events)
 
     def close(self) -> None:
-        """Stop the profiler if the last step to profile has not ended."""
+        """Stop the profiler if the run ends before the last step to trace."""
         if self.is_open:
             self._profile.stop()
         self.is_open = False
@@ -152,8 +156,10 @@ class StepProfiler:
 def format_part_table(parts: Sequence[dict[str, float]]) -> list[str]:
     """Format the time of each part of a step in ms: mean, share, minimum and maximum over ranks.
 
+    Parts that took no time on any rank are omitted.
+
     Args:
-        parts: for each rank, name of a part -> seconds per step.
+        parts: one dict per rank: name of a part -> seconds per step.
     """
     step_seconds = sum(seconds[name] for seconds in parts for name in PARTS) / len(parts)
     rows = [["part", "mean", "share", "least", "rank", "most", "rank"]]
@@ -177,9 +183,9 @@ def format_part_table(parts: Sequence[dict[str, float]]) -> list[str]:
 
 @contextmanager
 def record_memory_history(file: Path) -> Iterator[None]:
-    """Write the recorded allocations to `file` if CUDA runs out of memory within the block.
+    """If CUDA runs out of memory within the block, write the recorded allocations to `file`.
 
-    Recording ends with the block; `StepProfiler` starts it.
+    `StepProfiler` starts the recording; it ends with the block.
 
     Raises:
         TrainingError: this torch lacks the private functions for it.
@@ -200,7 +206,10 @@ def record_memory_history(file: Path) -> Iterator[None]:
 
 
 def write_snapshot(file: Path) -> None:
-    """Write the recorded allocations to `file` for pytorch.org/memory_viz, and stop recording."""
+    """Write the recorded allocations to `file` for pytorch.org/memory_viz, and stop recording.
+
+    Also prints a line with the file.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)
@@ -211,12 +220,12 @@ def measure_parts(events: list[Event]) -> dict[str, float]:
     """Measure how long each part of the profiled steps took; see [Note: parts of a step].
 
     Args:
-        events: the `traceEvents` of one process. On a GPU, the device must be idle at their begin
+        events: the `traceEvents` of one process. On a GPU, the device must be idle when they begin
             and end.
 
     Returns:
-        Seconds of each of `PARTS` over all profiled steps, which add up to their time. In addition
-        `HIDDEN`: seconds of communication while the device computes.
+        Name of a part -> seconds over all profiled steps. The parts are `PARTS`, which add up to
+        the time of the steps, and `HIDDEN`: communication while the device computes.
     """
     events = [event for event in events if event.get("ph") == "X"]
     steps = [e for e in events if e["name"].startswith(_STEP) and e["cat"] == "user_annotation"]
@@ -259,8 +268,8 @@ def has_kernels(events: list[Event]) -> bool:
 def _iterate_work(events: list[Event], thread: Any) -> Iterable[tuple[Event, float]]:
     """Yield each event that computes or communicates, with the time when the host launched it.
 
-    If the trace has no device kernels, these events are the host's operations and collectives, and
-    the time is that of the event itself.
+    If the trace has no device kernels, the events are the host's operations and collectives, and
+    the time is the begin of the event. Times are in µs.
 
     Args:
         events: the events of a trace.
@@ -284,7 +293,7 @@ def _iterate_work(events: list[Event], thread: Any) -> Iterable[tuple[Event, flo
 
 
 def _is_communication(event: Event) -> bool:
-    """Return True for a kernel of NCCL, and on the host for a collective."""
+    """Return True if an event is a kernel of NCCL or, on the host, a collective."""
     name = event["name"]
     if event["cat"] in _DEVICE_CATEGORIES:
         return "nccl" in name.lower()
@@ -294,7 +303,7 @@ def _is_communication(event: Event) -> bool:
 
 
 def _find_phase(ranges: list[tuple[float, float, str]], time: float) -> str:
-    """Return the name of the range that contains `time`, or `OTHER`.
+    """Return the name of the range [begin, end) that contains `time`, or `OTHER`.
 
     Args:
         ranges: (begin, end, name) in µs, sorted and without overlap.
@@ -305,13 +314,13 @@ def _find_phase(ranges: list[tuple[float, float, str]], time: float) -> str:
 
 
 def _clip_spans(spans: list[Span], window: Span) -> list[Span]:
-    """Cut off the parts of (begin, end) spans outside of `window`; drop spans that become empty."""
+    """Cut (begin, end) spans to the span `window`, and drop those that become empty."""
     clipped = ((max(begin, window[0]), min(end, window[1])) for begin, end in spans)
     return [(begin, end) for begin, end in clipped if begin < end]
 
 
 def _merge_spans(spans: list[Span]) -> list[Span]:
-    """Merge (begin, end) spans that overlap or touch; return them sorted."""
+    """Merge (begin, end) spans that overlap or touch, and return them sorted."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:

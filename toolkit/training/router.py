@@ -55,7 +55,7 @@ _PRODUCT_KEY_ROUTERS = ("DogeCDMoE",)  # their logits are for halves of an exper
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly one step loaded the experts; the values are tensors on the device."""
+    """Result of a step: how evenly it loaded the experts, as tensors on the device."""
 
     aux: torch.Tensor | None
     """0-d: the auxiliary loss of the global batch, without its coefficient; None without one."""
@@ -63,7 +63,11 @@ class Balance:
     """[layers]: the largest load of an expert divided by the mean load; 1 is even."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return numbers under their names in `metrics.jsonl`. Waits for the device."""
+        """Return the values as numbers, under their names in `metrics.jsonl`. Waits for the device.
+
+        `router_aux` is the loss, `router_load` the largest of the loads, and `router_load/I` the
+        load of layer I.
+        """
         loads = {f"router_load/{i}": load for i, load in enumerate(self.loads.tolist())}
         aux = {} if self.aux is None else {"router_aux": float(self.aux)}
         return aux | {"router_load": max(loads.values())} | loads
@@ -71,7 +75,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """How the experts of a model are balanced during training."""
+    """The decision how the experts of a model are balanced: by a loss, a bias, or not at all."""
 
     routers: dict[str, tuple[nn.Module, int]]
     """Name -> a router, and the index of the logits among its outputs."""
@@ -87,7 +91,7 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
     """Decide from the config how the experts of `model` are balanced. The model may be on meta.
 
     Returns:
-        The plan; None for a model without experts.
+        The plan; None for a model without experts, if the config requests no balancing.
 
     Raises:
         ModelError: the auxiliary loss is configured, but transformers does not return the routers'
@@ -134,7 +138,7 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
 
 
 def _find_routers(base: PreTrainedModel) -> dict[str, tuple[nn.Module, int]]:
-    """Find the routers of a model by the classes whose logits transformers can record.
+    """Find the routers of a model, by the classes of which transformers can record the logits.
 
     Returns:
         Name of a router -> its module, and the index of the logits among its outputs.
@@ -153,7 +157,10 @@ def _find_routers(base: PreTrainedModel) -> dict[str, tuple[nn.Module, int]]:
 
 
 def _check_equal_expert_counts(routers: dict[str, tuple[nn.Module, int]]) -> None:
-    """Raise a `ModelError` if the routers are known to have different numbers of experts."""
+    """Raise a `ModelError` if routers have different numbers of experts.
+
+    Routers whose number is not known are ignored.
+    """
     counts = {name: _read_expert_count(router) for name, (router, _) in routers.items()}
     numbers = sorted({count for count in counts.values() if count is not None})
     if len(numbers) > 1:
@@ -164,10 +171,9 @@ def _check_equal_expert_counts(routers: dict[str, tuple[nn.Module, int]]) -> Non
 
 
 def _read_expert_count(router: nn.Module) -> int | None:
-    """Read a router's number of experts from its weight [experts, width] or its attributes.
+    """Return a router's number of experts, from its weight [experts, width] or its attributes.
 
-    Returns:
-        The number; None if neither has it.
+    Returns None if it has neither.
     """
     weight = getattr(router, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.ndim == 2:
@@ -179,7 +185,7 @@ def _read_expert_count(router: nn.Module) -> int | None:
 def _explain_missing_logits(
     base: PreTrainedModel, routers: dict[str, tuple[nn.Module, int]]
 ) -> str:
-    """Explain why the routers return no logits; return "" if they do."""
+    """Explain why the routers return no logits; the text is empty if they do."""
     if not routers:
         return f"transformers does not return the router logits of {module_class_name(base)}"
     kinds = {kind.__name__ for router, _ in routers.values() for kind in type(router).__mro__}
@@ -198,7 +204,7 @@ def _format_auxiliary_loss(
         loss: the loss of the plan; None: there is none.
         coefficient: its coefficient in config.json; 0 if there is none.
         wants_loss: True if config.json enables the loss.
-        missing: why the routers return no logits, or empty.
+        missing: why the routers return no logits; empty if they do.
     """
     setting = f"train.router_aux_loss {train.router_aux_loss}"
     if loss is not None:
@@ -215,9 +221,9 @@ def _format_auxiliary_loss(
 def _find_biases(
     base: PreTrainedModel, routers: dict[str, tuple[nn.Module, int]]
 ) -> dict[str, torch.Tensor]:
-    """Find the biases that are added to routers' scores only to choose experts.
+    """Find the biases that are added to routers' scores only for the choice of experts.
 
-    A bias belongs to the first router in the innermost module that contains both.
+    Such a bias belongs to the first router in the innermost module that contains both.
 
     Returns:
         Name of a router -> its bias.
@@ -235,7 +241,10 @@ def _find_biases(
 
 
 def _check_biases(base: PreTrainedModel, biases: dict[str, torch.Tensor]) -> None:
-    """Raise a `ModelError` if there is no bias, or if one must not be updated."""
+    """Raise a `ModelError` if there is no bias, or if a bias must not be updated.
+
+    That is the case if its size is no number of experts, or if it is not stored in float32.
+    """
     problem = ""
     if not biases:
         names = ", ".join(_BIASES)
@@ -268,7 +277,7 @@ class _RouterOutput:
 
 
 class Router:
-    """Balance the experts of a sharded model during training; see [Note: balance of experts].
+    """Balances the experts of a sharded model during training; see [Note: balance of experts].
 
     An `Update` calls it: `start_step` before the forwards of a step, `record_outputs` around each
     forward, `auxiliary_loss` after it, and `finish_step` after the optimizer's step. Creating it
@@ -302,23 +311,26 @@ class Router:
 
     @property
     def changes_training(self) -> bool:
-        """True if balancing uses a loss or a bias; False if loads are only logged."""
+        """True if a loss or a bias balances the experts; False if loads are only logged."""
         return self.plan.loss is not None or bool(self.plan.biases)
 
     def start_step(self, tokens: torch.Tensor) -> None:
-        """Start a step, and forget the loads of the previous one.
+        """Start a step, and drop the loads of the previous one.
 
         Args:
-            tokens: number of tokens on all ranks without padding, 0-d.
+            tokens: number of tokens of the step on all ranks without padding, 0-d.
         """
         self._tokens = tokens.clamp(min=1).float()
         self._aux, self._loads = [], []
 
     @contextlib.contextmanager
     def record_outputs(self, batch: Batch) -> Iterator[None]:
-        """Record the routers' outputs within the block, in forwards with gradients enabled.
+        """Within the block, record the routers' outputs in forwards with gradients enabled.
 
         Outputs of an earlier micro-batch are dropped first.
+
+        Args:
+            batch: the micro-batch, which tells padding from real tokens.
         """
         self._is_real = batch.trained.real.flatten()
         self._is_recording = True
@@ -330,7 +342,10 @@ class Router:
             self._is_recording = False
 
     def _record_output(self, index: int, router: nn.Module, _: Any, output: Any) -> None:
-        """Forward hook: append a router's output to the attribute `_RECORDED` of its module."""
+        """Forward hook: add a router's output to the attribute `_RECORDED` of its module.
+
+        Does nothing outside of `record_outputs`, or without gradients.
+        """
         # Without gradients the loss only tries the model, or the forward is an evaluation.
         if not self._is_recording or not torch.is_grad_enabled():
             return
@@ -347,9 +362,9 @@ class Router:
         setattr(router, _RECORDED, (*earlier, answer))
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """Compute this rank's part of the auxiliary loss from recorded outputs; count the loads.
+        """Compute this rank's part of the auxiliary loss, and count the loads of the experts.
 
-        Collective if the plan has a loss.
+        Both come from the recorded outputs, which are removed. Collective if the plan has a loss.
 
         Returns:
             The loss times its coefficient, 0-d; the parts of ranks and micro-batches add up to the
@@ -392,7 +407,7 @@ class Router:
         return self.plan.coefficient * aux
 
     def _take_outputs(self) -> dict[str, tuple[_RouterOutput, ...]]:
-        """Remove the recorded outputs from the routers; return those of complete routers, by name.
+        """Remove the recorded outputs from the routers; return by name those of complete routers.
 
         A router is complete if it processed each token of the micro-batch. A router of an image
         tower, for example, is not.
@@ -418,7 +433,12 @@ class Router:
     def _count_load(
         self, answers: tuple[_RouterOutput, ...], is_real: torch.Tensor
     ) -> torch.Tensor:
-        """Count the tokens without padding that a router sent to each expert: int64 [experts]."""
+        """Count how many tokens without padding a router sent to each expert: int64 [experts].
+
+        Args:
+            answers: the router's outputs; several if its layer runs several times.
+            is_real: bool [tokens], False for padding.
+        """
         load = torch.zeros(answers[0].experts, dtype=torch.int64, device=is_real.device)
         for answer in answers:
             chosen = answer.chosen
@@ -434,10 +454,10 @@ class Router:
         """Update the biases by the loads of the step, and measure the balance. Collective.
 
         Args:
-            is_applied: 0-d bool; False if the step was skipped, so that biases stay unchanged.
+            is_applied: 0-d bool. False if the step was skipped; then biases do not change.
 
         Returns:
-            How even the loads were; None if no loads were counted.
+            How evenly the experts were loaded; None if no loads were counted.
         """
         if not self._experts:
             return None
@@ -458,7 +478,12 @@ class Router:
 
 
 def _sum_probabilities(answers: tuple[_RouterOutput, ...], is_real: torch.Tensor) -> torch.Tensor:
-    """Sum each expert's probability over the tokens without padding: float32 [experts]."""
+    """Sum each expert's probability over the tokens without padding: float32 [experts].
+
+    Args:
+        answers: the router's outputs; several if its layer runs several times.
+        is_real: bool [tokens], False for padding.
+    """
 
     def sum_of_probabilities(logits: torch.Tensor) -> torch.Tensor:
         return is_real.float() @ logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
@@ -475,9 +500,9 @@ def _sum_probabilities(answers: tuple[_RouterOutput, ...], is_real: torch.Tensor
 
 
 def build_router(sharded: Sharded, cfg: RunConfig) -> Router | None:
-    """Build the `Router` of a model before its first step; None for a model without experts.
+    """Build the `Router` of a model before its first step; None if `plan_router` returns None.
 
-    The model is resharded first.
+    The model is resharded first. The errors are those of `plan_router`.
     """
     reshard(sharded.model)
     plan = plan_router(sharded.model, cfg)

@@ -46,7 +46,7 @@ from toolkit.training.train_state import TrainState
 def start_metrics(
     cfg: RunConfig, run: Run, folder: Path, sharded: Sharded, data: TrainingData, state: TrainState
 ) -> Metrics:
-    """Log the opening lines of a run, build its `Metrics`, and enter the training loop. Collective.
+    """Log the first lines of a run, build its `Metrics`, and enter the training loop. Collective.
 
     Also records the start in `starts.jsonl`, and starts trackers and profiler. From here on,
     signals only take effect in `preemption.stop_requested`.
@@ -133,7 +133,7 @@ def _record_start(
 ) -> None:
     """Append a record of this start to `starts.jsonl` on rank 0. Collective.
 
-    Records of starts after later steps than `step` are dropped.
+    Records of starts that began after `step` are dropped.
 
     Args:
         cfg: the config of the run.
@@ -141,7 +141,7 @@ def _record_start(
         folder: the run's folder.
         step: number of steps that are done.
         data: the prepared data.
-        opening: the opening lines of the log.
+        opening: the first lines of the log.
         supervision: the report on supervised tokens.
 
     Raises:
@@ -176,13 +176,20 @@ def _record_start(
 def _start_profiler(
     cfg: RunConfig, run: Run, folder: Path, first_step: int, max_steps: int
 ) -> dict[str, Any]:
-    """Start the profiler if this start includes the end of `train.profile_steps`.
+    """Start the profiler if `train.profile_steps` ends within the steps of this start.
 
-    On CUDA, allocations are recorded, too. If the steps are configured but not included, a warning
-    is logged.
+    On CUDA, allocations are recorded, too. If the setting is used, but its last step is not among
+    those of this start, a warning is logged.
+
+    Args:
+        cfg: the config of the run.
+        run: the processes.
+        folder: the run's folder.
+        first_step: number of steps that are done.
+        max_steps: number of the last step.
 
     Returns:
-        Keyword arguments for `Metrics`: `profiler` and, on CUDA, `snapshot`; empty without a
+        Keyword arguments for `Metrics`: `profiler` and, on CUDA, `snapshot`. Empty without a
         profiler.
     """
     arguments: dict[str, Any] = {}
@@ -209,7 +216,7 @@ def _start_trackers(
 ) -> Trackers | None:
     """Start the trackers of `metrics.report_to`, and send them the settings. Collective.
 
-    They are closed at the end of `run`.
+    They are closed when `run` ends.
 
     Args:
         cfg: the config of the run.

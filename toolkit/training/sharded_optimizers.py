@@ -29,7 +29,7 @@ _MAX_CALL_VALUES = 2**30
 
 
 class _AdamWWithSpecialGroups(torch.optim.AdamW):
-    """Fused AdamW, except for parameter groups with `special: True`, which get another update.
+    """Fused AdamW that updates parameter groups with `special: True` in another way.
 
     Subclasses implement that update in `init_special_state` and `step_special`.
     """
@@ -42,7 +42,7 @@ class _AdamWWithSpecialGroups(torch.optim.AdamW):
     def init_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Create the state of a parameter before the first step, sharded like the parameter.
 
-        Parameters of groups with `special` get the state of `init_special_state` instead of Adam's.
+        The state is Adam's, or for parameters of special groups that of `init_special_state`.
         """
         special = (p for g in self.param_groups if g["special"] for p in g["params"])
         if not any(parameter is p for p in special):
@@ -51,11 +51,11 @@ class _AdamWWithSpecialGroups(torch.optim.AdamW):
         return self.init_special_state(parameter)
 
     def init_special_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Create the state of a parameter in a special group."""
+        """Create the state of a parameter in a special group. Subclasses implement it."""
         raise NotImplementedError
 
     def step_special(self, group: dict[str, Any]) -> None:
-        """Update the parameters of a special group."""
+        """Update the parameters of a special group. Subclasses implement it."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -77,8 +77,8 @@ class AdamW8bit(_AdamWWithSpecialGroups):
     """AdamW with 8-bit moments, quantised in blocks (Dettmers et al. 2021, arXiv:2110.02861).
 
     The blocks lie within a row, so the result does not depend on sharding. The state takes 2 bytes
-    per value and 8 bytes per block of 256, instead of 8 bytes per value. A kernel of bitsandbytes
-    computes the update.
+    per value and 8 bytes per block of 256 values, instead of 8 bytes per value. A kernel of
+    bitsandbytes computes the update.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
@@ -86,7 +86,7 @@ class AdamW8bit(_AdamWWithSpecialGroups):
         self._maps: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def init_special_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Create the 8-bit moments, and the scale of each of their blocks."""
+        """Create the 8-bit moments and their scales, one per block of 256 values, as zeros."""
         tail = parameter.shape[1:]
         codes = {n: _zeros_per_row(parameter, tail, torch.uint8) for n in ("exp_avg", "exp_avg_sq")}
         blocks = (tail.numel() // BLOCK,)
@@ -94,7 +94,7 @@ class AdamW8bit(_AdamWWithSpecialGroups):
         return {"step": torch.zeros(()), **codes, **scales}
 
     def step_special(self, group: dict[str, Any]) -> None:
-        """Update the parameters and 8-bit moments of a group."""
+        """Update the parameters of a group that have a gradient, and their 8-bit moments."""
         names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
         for parameter in (p for p in group["params"] if p.grad is not None):
             state = self.state[parameter] = self.state[parameter] or self.init_state(parameter)
@@ -113,7 +113,8 @@ class AdamW8bit(_AdamWWithSpecialGroups):
         Args:
             group: the parameter group, with its hyperparameters.
             step: number of the step, counting from 1.
-            tensors: rows of gradient, parameter, first and second moment, and scales of both.
+            tensors: the rows of six tensors: gradient, parameter, first moment, second moment,
+                scales of the first, scales of the second.
         """
         grad, values = tensors[0].reshape(-1), tensors[1].view(-1)
         first, second, first_scale, second_scale = (t.view(-1) for t in tensors[2:])
@@ -132,21 +133,22 @@ class AdamW8bit(_AdamWWithSpecialGroups):
 
 
 class Muon(_AdamWWithSpecialGroups):
-    """Muon, momentum with an orthogonalised update, for matrices; AdamW for other parameters.
+    """Muon for matrices, which is momentum with an orthogonalised update; AdamW for the rest.
 
     The update is that of torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` (Jordan et al.
-    2024; Liu et al. 2025, arXiv:2502.16982), so learning rate and decay of AdamW can be used. A
-    sharded matrix is orthogonalised on one rank: its update is sent there and back in bfloat16, the
-    dtype of the iteration, so 4 bytes per value are sent. A 3-D parameter is a stack of matrices,
-    which sharding does not split. The state is one moment.
+    2024; Liu et al. 2025, arXiv:2502.16982), so learning rate and decay of AdamW can be used.
+
+    A sharded matrix is orthogonalised on one rank. Its update is sent there and back in bfloat16,
+    the dtype of the iteration, which takes 4 bytes per value. A 3-D parameter is a stack of
+    matrices, which sharding does not split. The state is one moment.
     """
 
     def init_special_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Create the momentum, sharded like the parameter."""
+        """Create the momentum as zeros, sharded like the parameter."""
         return {"momentum_buffer": torch.zeros_like(parameter.detach())}
 
     def step_special(self, group: dict[str, Any]) -> None:
-        """Update momentum and parameters of a group. Collective."""
+        """Update the momentum and the parameters of a group. Collective."""
         used = [p for p in group["params"] if p.grad is not None]
         updates: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in used:
@@ -172,7 +174,10 @@ class Muon(_AdamWWithSpecialGroups):
 
 
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
-    """Approximate the nearest orthogonal matrix, by torch.optim.Muon's iteration in bfloat16."""
+    """Approximate the orthogonal matrix nearest to `matrix`, by torch.optim.Muon's iteration.
+
+    The iteration runs in bfloat16.
+    """
     iterate = torch_private("optim._muon", "_zeropower_via_newtonschulz")
     return iterate(matrix, *_NEWTON_SCHULZ)
 
@@ -180,9 +185,10 @@ def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
 def _orthogonalise_sharded(
     parameters: list[Any], updates: dict[nn.Parameter, torch.Tensor]
 ) -> None:
-    """Orthogonalise the updates of sharded matrices in place, at most one matrix per rank.
+    """Orthogonalise the updates of sharded matrices in place, each on one rank.
 
-    Collective, with two all-to-alls: rank r gathers matrix r and sends the result back.
+    Collective, with two all-to-alls: rank r gathers the rows of matrix r, and sends the result
+    back.
 
     Args:
         parameters: sharded matrices, at most as many as ranks.
@@ -222,14 +228,18 @@ class Adafactor(torch.optim.Optimizer):
     """torch.optim.Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), exact for sharded tensors.
 
     The state of a matrix is one value per row and per column. The learning rate is relative to the
-    size of a parameter; 1e-2 is usual. A step needs two all-reduces, and overwrites the gradients.
+    root mean square of a parameter; 1e-2 is usual. A step needs two all-reduces, and overwrites the
+    gradients.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     def init_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Create the state of a parameter before the first step, sharded like the parameter."""
+        """Create the state of a parameter before the first step, sharded like the parameter.
+
+        It is a variance per value, or for matrices one per row and one per column.
+        """
         shape, dtype = parameter.shape, parameter.dtype
         step = {"step": torch.zeros(())}
         if parameter.ndim < 2:
@@ -244,7 +254,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one step, and overwrite the gradients; see `torch.optim.Optimizer.step`. Collective.
+        """Do one optimizer step, and overwrite the gradients. Collective.
 
         Raises:
             NotImplementedError: `closure` is given.
@@ -303,10 +313,13 @@ class Adafactor(torch.optim.Optimizer):
 
 
 class _PooledSums(dict[nn.Parameter, list[torch.Tensor]]):
-    """Parameter -> tensors of it that are summed over the ranks, all in one all-reduce."""
+    """A dict of parameter -> local tensors, which one all-reduce sums over the ranks."""
 
     def reduce(self) -> None:
-        """Sum the tensors of sharded parameters over the ranks in place. Collective."""
+        """Sum the tensors of sharded parameters over the ranks in place. Collective.
+
+        Tensors of unsharded parameters are not changed.
+        """
         sharded = [p for p in self if isinstance(p, DTensor)]
         if not sharded:
             return
@@ -321,7 +334,7 @@ class _PooledSums(dict[nn.Parameter, list[torch.Tensor]]):
 def _zeros_per_row(
     parameter: torch.Tensor, tail: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Create zeros of shape [rows of `parameter`, *tail], sharded by rows like the parameter."""
+    """Create zeros of shape [rows, *tail] for the rows of a parameter, sharded like it."""
     local = local_tensor(parameter.detach())
     zeros = local.new_zeros(local.shape[0], *tail, dtype=dtype)
     if not isinstance(parameter, DTensor):

@@ -35,7 +35,7 @@ Loss = Callable[[nn.Module, Batch], LossSum]
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of one step as 0-d tensors on the device, so that the host does not wait."""
+    """Statistics of one step. They are tensors on the device, so that the host does not wait."""
 
     loss: torch.Tensor
     """Mean over the supervised tokens of the global batch, before the step."""
@@ -61,7 +61,7 @@ class StepStats:
 
 
 class Update:
-    """One optimizer step over the micro-batches of all ranks, written out by a recipe's loop.
+    """One optimizer step over the micro-batches of all ranks, which a recipe writes as a loop.
 
         update = Update(sharded, micro_batches)
         for batch in update:
@@ -69,17 +69,18 @@ class Update:
         stats = update.step(optimizer)
 
     Collective. See [Note: token weighting], which costs one small all-reduce at the start.
-    `sharding.accumulation` decides what is gathered and reduced between micro-batches.
+    `sharding.accumulation` decides which parameters are gathered and which gradients are reduced
+    between micro-batches.
 
     Args:
-        sharded: what `apply_fsdp` returned, with the model in training mode.
+        sharded: result of `apply_fsdp`, with the model in training mode.
         micro_batches: batches on the device; the same number on every rank.
-        counts: number of terms of each micro-batch in the mean, 0-d or, for losses with several
-            means, 1-d; on every rank or on none. None: the number of targets.
+        counts: number of terms of each micro-batch in the mean, on every rank or on none. An
+            element is 0-d or, for losses with several means, 1-d. None: the number of targets.
         router: balances the experts of a mixture (`Metrics.router`).
 
     Raises:
-        TrainingError: there are no micro-batches, or not one count for each.
+        TrainingError: there are no micro-batches, or not one count for each of them.
     """
 
     def __init__(
@@ -134,15 +135,15 @@ class Update:
                 yield batch
 
     def mean(self, loss: LossSum) -> torch.Tensor:
-        """Return a micro-batch's part of the loss of the global batch; call its `backward`.
+        """Return a micro-batch's part of the loss of the global batch, to call `backward` on.
 
-        It includes the micro-batch's part of the routers' auxiliary loss, which is a collective.
+        The part includes the routers' auxiliary loss, whose computation is collective.
 
         Args:
             loss: the sums of the micro-batch. Its metrics are added up for `StepStats`.
 
         Returns:
-            A 0-d tensor; the parts of all ranks and micro-batches add up to the loss.
+            A 0-d tensor. The parts of all ranks and micro-batches add up to the loss.
         """
         part = (loss.total * self._scale).sum()
         self._total += part.detach()
@@ -166,9 +167,9 @@ class Update:
     ) -> StepStats:
         """Clip the gradients, do the optimizer's step, and clear the gradients. Collective.
 
-        The step is skipped on all ranks if loss or gradient is NaN or infinite on any rank, or if
-        `spikes` finds a spike. In this case neither weights nor optimizer state change. A fused
-        AdamW reads this decision on the device; with another optimizer the host waits for it.
+        The step is skipped on all ranks if the loss or a gradient is NaN or infinite on any rank,
+        or if `spikes` finds a spike. In this case neither weights nor optimizer state change. A
+        fused AdamW reads this decision on the device; with another optimizer the host waits for it.
 
         Args:
             optimizer: optimizer of the model's parameters.
@@ -227,8 +228,17 @@ def train_step(
 ) -> StepStats:
     """Do one optimizer step over `micro_batches`: the loop of `Update` as a function. Collective.
 
-    Steps the optimizer, but not the learning-rate schedule. The statistics stay on the device, so
-    the host does not wait. See `Update` for the arguments.
+    The learning-rate schedule does not advance. The statistics stay on the device, so the host does
+    not wait.
+
+    Args:
+        sharded: result of `apply_fsdp`, with the model in training mode.
+        optimizer: optimizer of the model's parameters.
+        micro_batches: batches on the device; the same number on every rank.
+        max_grad_norm: limit of the global gradient norm; 0: no clipping.
+        loss: computes the sums of a micro-batch; their mean is over its targets.
+        spikes: detects spikes; None: spikes are not skipped.
+        router: balances the experts of a mixture.
     """
     update = Update(sharded, micro_batches, router=router)
     for batch in update:
@@ -239,7 +249,7 @@ def train_step(
 def _step_if_good(is_good: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Do the optimizer's step if `is_good`, a 0-d bool that is equal on all ranks, is True.
 
-    Fused AdamW reads it on the device; for another optimizer the host waits for the value.
+    Fused AdamW reads it on the device. For another optimizer the host waits for the value.
     """
     if type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]:
         # torch's GradScaler passes the decision in the same way; the kernels then write nothing.
@@ -257,7 +267,7 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Scale the gradients of a sharded model to a global norm of at most `max_norm`. Collective.
 
-    Each sharded value and each replicated gradient counts once.
+    In the norm, each sharded value and each replicated gradient counts once.
 
     Args:
         model: the sharded model, after the backward of the last micro-batch.
@@ -266,7 +276,7 @@ def clip_gradients(
         ranks: the ranks on which the norm must be bitwise identical.
 
     Returns:
-        The norm before clipping, 0-d on `device`.
+        The norm before clipping, 0-d on `device`; 0 if there are no gradients.
     """
     # torch combines neither DTensors of different meshes nor DTensors and plain tensors.
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
@@ -293,11 +303,11 @@ def clip_gradients(
 
 
 def _sum_replicated(model: nn.Module, ranks: View) -> None:
-    """Sum the gradients of parameters that FSDP does not shard over the ranks, in one all-reduce.
+    """Sum the gradients of the parameters that FSDP does not shard over the ranks.
 
-    Collective. A rank that did not use a parameter adds zero. A parameter that no rank used gets no
-    gradient. To know this, the same all-reduce counts the ranks that used each parameter. Only a
-    rank without a gradient reads that count, and its host waits for it.
+    Collective, with one all-reduce. A rank that did not use a parameter adds zero. A parameter that
+    no rank used gets no gradient. For this, the all-reduce also counts the ranks that used each
+    parameter. Only a rank without a gradient reads that count, and its host waits for it.
     """
     parameters = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
     if not parameters or ranks.size == 1:
@@ -317,7 +327,7 @@ with_accuracy: Loss = partial(causal_lm_loss, accuracy=True)
 
 @dataclass(frozen=True)
 class EvalStats:
-    """Means of an evaluation as 0-d tensors on the device; a mean without terms is NaN."""
+    """Means of an evaluation as 0-d tensors on the device. A mean without terms is NaN."""
 
     loss: torch.Tensor
     """Mean over the supervised tokens of all ranks."""
@@ -344,7 +354,7 @@ def evaluate(
         loss: the loss; None: the cross entropy of tokens, with accuracy.
 
     Returns:
-        Means over the supervised tokens of all sets; and name of a set -> its means.
+        The means over all sets together; and a dict of name of a set -> its means.
 
     Raises:
         TrainingError: there is no set, or a set has no batches.

@@ -40,10 +40,10 @@ class _Row(NamedTuple):
 def describe_untrained_tokens(
     model: nn.Module, feed: Feed, tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Find special tokens that the data uses but a frozen embedding or head has not learned.
+    """Warn about special tokens of the data that a frozen embedding or head has not learned.
 
-    Collective. A token counts as not learned if its row of the matrix looks untrained; see
-    [Note: untrained rows]. Reads a few hundred rows, and exchanges their properties.
+    Collective. A token counts as not learned if its row of the matrix looks untrained; see [Note:
+    untrained rows]. Reads a few hundred rows, and exchanges their properties.
 
     Args:
         model: the loaded, sharded model.
@@ -51,7 +51,7 @@ def describe_untrained_tokens(
         tokenizer: the tokenizer; None: no tokens are checked.
 
     Returns:
-        A list with a warning for the log, or an empty list.
+        A list with one warning for the log, or an empty list.
     """
     if tokenizer is None or not (tokens := _used_special_tokens(feed, tokenizer)):
         return []
@@ -93,7 +93,8 @@ def describe_untrained_tokens(
 def _used_special_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
     """List the ids of added tokens that occur in the first 64 examples of each source.
 
-    For streamed data, whose examples are not read yet, those in the chat template count.
+    Examples of streamed training data are not read yet. Instead, the added tokens of the chat
+    template count.
     """
     added = {int(i): str(token) for i, token in tokenizer.added_tokens_decoder.items()}
     prepared = feed.sources if isinstance(feed, PreparedFeed) else ()
@@ -107,10 +108,10 @@ def _used_special_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
 
 
 def _find_frozen_embeddings(model: nn.Module) -> dict[str, Any]:
-    """Return the input embedding and the output head, if they are frozen, by module name.
+    """Return by module name those of the input embedding and the output head that are frozen.
 
-    Quantised modules and modules that are sharded by columns are skipped. Tied modules are included
-    once.
+    Quantised modules, and modules that are sharded by columns, are skipped. Tied modules are
+    included once.
     """
     base: Any = base_of(model)
     ends: dict[str, Any] = {}
@@ -133,10 +134,10 @@ def _measure_rows(weight: torch.Tensor, tokens: list[int]) -> tuple[dict[int, _R
 
     Args:
         weight: [vocabulary, width], sharded or not.
-        tokens: the rows to measure.
+        tokens: ids of the tokens.
 
     Returns:
-        Token -> properties of its row; and the median norm.
+        Token id -> properties of its row; and the median norm, 0 if there are no rows.
     """
     row_range = local_slices(weight)[0] if isinstance(weight, DTensor) else slice(0, len(weight))
     local = local_tensor(weight).detach()
@@ -160,13 +161,21 @@ def _measure_rows(weight: torch.Tensor, tokens: list[int]) -> tuple[dict[int, _R
 
 
 def _rows_to_cpu(local: torch.Tensor, places: Iterable[int]) -> torch.Tensor:
-    """Copy the rows of `local` with the indices `places` to the CPU, in fp32."""
+    """Copy the rows of `local` with the indices `places` to the CPU, as fp32."""
     index = torch.tensor([*places], dtype=torch.int64, device=local.device)
     return local.index_select(0, index).float().cpu()
 
 
 def _is_untrained(token: int, rows: dict[int, _Row], median_norm: float) -> bool:
-    """Return True if a token's row is tiny, constant, or equal to the row of another token."""
+    """Return True if a token's row is tiny, constant, or equal to the row of another token.
+
+    A token without a measured row counts as trained.
+
+    Args:
+        token: id of the token.
+        rows: token id -> properties of its row.
+        median_norm: a row with at most a thousandth of it is tiny.
+    """
     if token not in rows:
         return False
     row = rows[token]

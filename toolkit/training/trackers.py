@@ -29,12 +29,12 @@ class Trackers:
     """The experiment trackers of one run, which a resumed run continues.
 
     `trackers.json` in the run's folder stores the run's id in each tracker. After a resume, steps
-    since the last checkpoint are done again. TensorBoard then shows the new values; the other
+    since the last checkpoint are done again. TensorBoard then shows the new values. The other
     trackers accept no step twice, and keep the old values.
 
-    Creating it is collective. It raises a `TrainingError` on every rank if a tracker does not
-    start, for example without a login. As a context manager, it closes the trackers at the end, and
-    reports a failure to W&B.
+    Creating the object is collective. It raises a `TrainingError` on every rank if a tracker does
+    not start, for example without a login. As a context manager, it closes the trackers at the end,
+    and reports a failure to W&B.
     """
 
     cfg: MetricsConfig
@@ -53,7 +53,10 @@ class Trackers:
         ranks.on_main(self._start_all)
 
     def _start_all(self) -> None:
-        """Start or resume the trackers, send settings to new ones, and write `trackers.json`."""
+        """Start or resume the trackers, send settings to new ones, and write `trackers.json`.
+
+        Runs on rank 0 only.
+        """
         file = self.folder / _FILE
         run_ids = _read_run_ids(file)
         for name in self.cfg.trackers():
@@ -67,7 +70,7 @@ class Trackers:
             replace_synced(file, json.dumps(run_ids))
 
     def _start_tracker(self, name: str, old_id: str | None) -> tuple[tracking.GeneralTracker, str]:
-        """Start a tracker.
+        """Start one tracker with a new run, or continue its run.
 
         Args:
             name: name of the tracker in `metrics.report_to`.
@@ -117,7 +120,8 @@ class Trackers:
     def log(self, line: dict[str, Any]) -> None:
         """Send a line of `metrics.jsonl` to the trackers, with metric names such as `train/loss`.
 
-        A tracker that fails is removed with a warning.
+        Steps that a tracker has already received are skipped. A tracker that fails is removed with
+        a warning. Call it on rank 0.
         """
         step = line["step"]
         values = {
@@ -139,7 +143,7 @@ class Trackers:
         self._trackers.clear()
 
     def _try_to_send(self, name: str, send: Callable, *values: Any, **more: Any) -> None:
-        """Call `send` with the values; if it raises, remove the tracker `name` with a warning."""
+        """Call `send` with the values. If it raises, remove the tracker `name` with a warning."""
         try:
             send(*values, **more)
         except Exception as error:
@@ -151,7 +155,7 @@ class Trackers:
 
 
 def _read_run_ids(file: Path) -> dict[str, str]:
-    """Read the run's id in each tracker, by tracker name; empty if there is no file.
+    """Read the ids of the run by tracker name; empty if there is no file.
 
     If the file is damaged, a warning is printed and the result is empty, so trackers start new
     runs. A long run should not end because of a copy of its metrics.
@@ -167,5 +171,8 @@ def _read_run_ids(file: Path) -> dict[str, str]:
 
 
 def _tracker_metric_name(key: str) -> str:
-    """Convert a name as transformers does: `eval_NAME` to `eval/NAME`, others to `train/NAME`."""
+    """Convert a metric's name: `eval_NAME` to `eval/NAME`, others to `train/NAME`.
+
+    transformers uses the same names.
+    """
     return f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"

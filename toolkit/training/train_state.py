@@ -13,7 +13,7 @@ from toolkit.errors import TrainingError
 
 @dataclass
 class Saves:
-    """Information that a save leaves for the next save of the same start; not in checkpoints."""
+    """Information that a save passes to the next save of the same start. No part of checkpoints."""
 
     behind: bool | None = None
     """With `async_save: auto`, True if the loop continues while a checkpoint is written. None
@@ -43,7 +43,7 @@ class StateFile:
 
 @dataclass
 class TrainState:
-    """Everything that a run needs to continue as if it had not been interrupted."""
+    """All state that a run needs to continue as if it had not been interrupted."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
@@ -65,7 +65,7 @@ class TrainState:
 
     @property
     def required_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, for callers that need one.
+        """The optimizer, which must exist.
 
         Raises:
             TrainingError: the state has none, because it is only loaded for an export.
@@ -75,7 +75,7 @@ class TrainState:
         return self.optimizer
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the optimizer trains, by name; empty without an optimizer."""
+        """Return by name the parameters that the optimizer trains; empty without an optimizer."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         trained_ids = {id(p) for group in groups for p in group["params"]}
         return {n: p for n, p in self.model.named_parameters() if id(p) in trained_ids}

@@ -37,7 +37,7 @@ _MAX_LISTED_SAMPLES = 12
 
 @dataclass
 class BadSteps:
-    """Count and report the skipped steps, and end the run if too many of them follow each other.
+    """Counts and reports skipped steps, and ends the run if too many of them follow each other.
 
     Counts begin at zero when the program starts; they are not part of a checkpoint.
     """
@@ -55,20 +55,20 @@ class BadSteps:
         self._skipped = 0
 
     def record(self, step: int, stats: Any) -> None:
-        """Keep the statistics of `step` for `report_skipped`, without waiting for the device.
+        """Store the statistics of `step` for `report_skipped`. Does not wait for the device.
 
         Args:
             step: number of the step.
-            stats: its `StepStats`.
+            stats: the `StepStats` of the step.
         """
         spike = torch.zeros_like(stats.skipped) if stats.spike is None else stats.spike
         values = (stats.skipped, stats.bad_here, spike, stats.loss, stats.grad_norm)
         self._unread.append((step, torch.stack([value.float() for value in values])))
 
     def take_skipped_count(self) -> int:
-        """Report skipped steps, and return how many there were since the last call. Collective.
+        """Report the skipped steps, and return their number since the last call. Collective.
 
-        Waits for the device, and raises as `report_skipped` does.
+        Waits for the device. The errors are those of `report_skipped`.
         """
         self.report_skipped()
         count, self._skipped = self._skipped, 0
@@ -77,7 +77,7 @@ class BadSteps:
     def report_skipped(self) -> None:
         """Log a warning for each recorded step that was skipped, with the cause and its samples.
 
-        Collective; waits for the device.
+        Collective; waits for the device. The records are removed.
 
         Raises:
             TrainingError: more than `max_consecutive` skipped steps followed each other.
@@ -104,7 +104,7 @@ class BadSteps:
         """Raise a `TrainingError` if weights or optimizer state hold NaN or infinity after `step`.
 
         Call it before a save, so that bad values are not saved. Collective; reads all bytes of this
-        rank's shards once. Does nothing to check if `state` is None.
+        rank's shards once. A rank whose `state` is None has no values to check.
         """
         bad_names = [] if self.state is None else _find_not_finite(self.state)
         if not any(ranks.any_over_ranks([bool(bad_names)])):
@@ -125,7 +125,7 @@ class BadSteps:
         Args:
             step: number of the step.
             bad_here: True if this rank's part of the loss is NaN or infinite.
-            spike_text: the cause if the step was a spike, otherwise empty.
+            spike_text: the cause if the step was a spike; otherwise empty.
         """
         samples = list(self.describe_samples(step)) if self.describe_samples else []
         by_rank = ranks.gather((bad_here, samples))
@@ -138,7 +138,12 @@ class BadSteps:
         return (spike_text or f"{source} is NaN or infinite") + listing
 
     def _raise_too_many_skipped(self, step: int, cause: str) -> None:
-        """Raise the `TrainingError` for too many skipped steps, of which `step` is the last."""
+        """Raise the `TrainingError` for too many skipped steps in a row.
+
+        Args:
+            step: number of the last skipped step.
+            cause: the reason why it was skipped.
+        """
         steps = f"step {step}"
         if self.max_consecutive:
             steps = f"{self._consecutive} step(s) in a row, up to {step},"
@@ -154,7 +159,7 @@ class BadSteps:
 
 @torch.no_grad()
 def _find_not_finite(state: TrainState) -> list[str]:
-    """List the names of this rank's tensors that hold a NaN or an infinite value."""
+    """List the names of this rank's trained weights and optimizer tensors with NaN or infinity."""
     trained = state.trained_parameters()
     tensors: dict[str, torch.Tensor] = dict(trained)
     for name, parameter in trained.items():
@@ -172,15 +177,15 @@ def _find_not_finite(state: TrainState) -> list[str]:
 
 
 class Spikes:
-    """Detect steps whose loss or gradient norm is far above those of the last steps.
+    """Detects steps whose loss or gradient norm is far above those of the last steps.
 
     See [Note: spikes].
 
     Args:
-        deviations: a value is a spike if it is more than so many deviations above the median.
+        deviations: a value is a spike if it exceeds the median by more than this many deviations.
         device: the device of losses and norms.
-        saved_window: result of `state_dict` in a checkpoint; empty to start without values.
-        window: number of steps that are remembered; nothing is a spike before they are complete.
+        saved_window: result of `state_dict` from a checkpoint; empty to start without values.
+        window: number of remembered steps. Before so many are remembered, nothing is a spike.
     """
 
     def __init__(
@@ -199,9 +204,10 @@ class Spikes:
 
     @torch.no_grad()
     def is_spike(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Return whether a step with this loss and gradient norm is a spike; remember both values.
+        """Decide if a step with this loss and gradient norm is a spike; remember both values.
 
-        Values that are NaN or infinite are not remembered. Does not wait for the device.
+        If one of them is NaN or infinite, the step is no spike, and neither is remembered. Does not
+        wait for the device.
 
         Returns:
             A 0-d bool tensor on the device. It is equal on all ranks, since loss and norm are.
@@ -219,11 +225,14 @@ class Spikes:
 
     @staticmethod
     def _median(values: torch.Tensor) -> torch.Tensor:
-        """Return the median of each row, [2, 1]; the upper one of an even number of values."""
+        """Return the median of each of the two rows, as [2, 1].
+
+        If there are two middle values, the larger one is used.
+        """
         # By sorting, since torch refuses its median on CUDA under train.deterministic.
         return values.sort(dim=1).values[:, values.shape[1] // 2, None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the remembered values as JSON values without rounding. Waits for the device."""
+        """Return the remembered losses and norms as exact JSON values. Waits for the device."""
         rows = [row[row.isfinite()].tolist() for row in self._values.cpu()]
         return {"loss": rows[0], "grad_norm": rows[1]}

@@ -51,14 +51,14 @@ _RECIPE_ADVICE = (
 
 
 class Integrity:
-    """Check a run's state against its past and against other ranks; see [Note: integrity].
+    """Checks a run's state against its past and against other ranks; see [Note: integrity].
 
     Creating it registers hooks on the optimizer, and reshards the model.
 
     Args:
         state: a `TrainState` with model and optimizer, before the first step after a start.
-        every: after each step whose number is a multiple of `every`, the state is compared with the
-            state right before the next optimizer step.
+        every: after each step whose number is a multiple of `every`, checksums of the state are
+            stored, and compared right before the next optimizer step.
         moved: parameters that change without the optimizer, such as biases of experts.
     """
 
@@ -90,36 +90,37 @@ class Integrity:
         optimizer.register_step_post_hook(lambda *_: self._sum_after_step())
 
     def record(self, step: int) -> None:
-        """Record that `step` is done."""
+        """Record that `step` is done. Call it after every step."""
         self._last_step = step
 
     def _compare_before_step(self) -> None:
-        """Compare the state with the one after the last optimizer step, if that step was checked.
+        """Hook before an optimizer step: compare the state with that after the previous step.
 
-        The result stays on the device until `compute_checksums` reads it.
+        Does nothing if the previous step was not checked. The result stays on the device until
+        `compute_checksums` reads it.
         """
         if self._sums_after_step is not None:
             self._queue_comparison(self._compute_current_sums())
             self._sums_after_step = None
 
     def _sum_after_step(self) -> None:
-        """Store the checksums of the state after an optimizer step, if this step is checked.
+        """Hook after an optimizer step: store checksums of the state if this step is checked.
 
-        Does not wait for the device.
+        A step is checked if its number is a multiple of `every`. Does not wait for the device.
         """
         step = self._last_step + 1
         if step % self._every == 0:
             self._sums_after_step = step, self._compute_current_sums()
 
     def _compute_current_sums(self) -> list[Values]:
-        """Return the checksums of the trained weights, and those of the optimizer state."""
+        """Return a list of the trained weights' checksums and the optimizer state's checksums."""
         return [_checksums(self._trained_weights()), _checksums(self._optimizer_state())]
 
     def _queue_comparison(self, now: list[Values]) -> None:
-        """Compare checksums with those after the last checked step, without waiting for the device.
+        """Compare checksums with the stored ones, and append the result to `_unread`.
 
-        The result is appended to `_unread`. Does nothing if no step was checked since the last
-        comparison.
+        The stored ones are those after the last checked step. Does not wait for the device. Does
+        nothing if no step was checked since the last comparison.
 
         Args:
             now: result of `_compute_current_sums`.
@@ -136,9 +137,10 @@ class Integrity:
         Waits for the device, and reads weights, optimizer state and buffers once.
 
         Returns:
-            1 if a tensor has changed unexpectedly, otherwise 0; the index of this rank's shard,
-            which HSDP's replicas share; a hash of the sharded tensors' checksums; a hash of the
-            other tensors' checksums; a hash of data position and schedule. All fit in 64 bits.
+            Five integers of at most 64 bits. The first is 1 if a tensor has changed unexpectedly,
+            otherwise 0. The second is the index of this rank's shard, which HSDP's replicas share.
+            Then follow hashes: of the sharded tensors' checksums, of the other tensors' checksums,
+            and of data position and schedule.
         """
         weight_tensors, state_tensors, frozen_tensors = (
             self._trained_weights(),
@@ -172,11 +174,12 @@ class Integrity:
     def compare_ranks(self, step: int, rows: list[list[int]]) -> None:
         """Raise a `TrainingError` if a rank's state has changed or differs from its replicas.
 
-        The error names tensors, ranks and hosts. Only in this case is the call collective.
+        The error names tensors, ranks and hosts. The call is collective only if it raises, so all
+        ranks must pass the same `rows`.
 
         Args:
             step: number of the last step.
-            rows: result of `compute_checksums` on each rank.
+            rows: results of `compute_checksums` on all ranks.
         """
         changed, shard_indices, shards, copies, facts = (
             list(column) for column in zip(*rows, strict=True)
@@ -201,7 +204,7 @@ class Integrity:
         self._unread.clear()
 
     def _describe_changed(self) -> str:
-        """Name the tensors that changed outside of the optimizer's step, by rank. Collective."""
+        """Format by rank the tensors that changed outside of optimizer steps. Collective."""
         local = [
             (name, when)
             for when, values in self._unread
@@ -217,7 +220,7 @@ class Integrity:
         )
 
     def _describe_differing_copies(self, step: int, replicas: list[list[int]]) -> str:
-        """Name the tensors whose copies differ between ranks, by deviating rank. Collective.
+        """Format by deviating rank the tensors whose copies differ between ranks. Collective.
 
         Args:
             step: number of the last step.
@@ -242,7 +245,7 @@ class Integrity:
         return {n: p for n, p in self._parameters.items() if id(p) in trained}
 
     def _optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the optimizer's state by name.
+        """Return the tensors of the optimizer's state by a name such as `exp_avg of PARAMETER`.
 
         The step counts, which are 0-d, are stacked into one tensor per device.
         """
@@ -260,12 +263,12 @@ class Integrity:
         return tensors
 
     def _frozen_weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that must not change: neither trained nor in `moved`. By name."""
+        """Return by name the parameters that must not change: neither trained nor among `moved`."""
         changing = self._trained_ids() | self._moved_ids
         return {n: p for n, p in self._parameters.items() if id(p) not in changing}
 
     def _trained_ids(self) -> set[int]:
-        """Return the Python ids of the optimizer's parameters."""
+        """Return the `id()` of each parameter that the optimizer trains."""
         return {
             id(p) for group in self._state.required_optimizer.param_groups for p in group["params"]
         }
@@ -273,7 +276,10 @@ class Integrity:
 
 @torch.no_grad()  # with gradients, taking a DTensor's local part costs as much as the sum
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> Values:
-    """Compute `bit_sums` of this rank's shard of each tensor, on its device, without waiting."""
+    """Compute the checksum (`bit_sums`) of this rank's shard of each tensor, on its device.
+
+    Does not wait for the device.
+    """
     groups: dict[Any, dict[str, torch.Tensor]] = {}  # tensors that are summed in one call
     for name, tensor in tensors.items():
         part = local_tensor(tensor)
@@ -291,7 +297,7 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> Values:
 
 
 def _compare_checksums(then: Values, now: Values) -> Values:
-    """Compare two sets of checksums; the result has True for each tensor that changed.
+    """Compare two sets of checksums; the result has True for each tensor whose checksum changed.
 
     Tensors that are only in one set are skipped. Does not wait for the device.
     """
@@ -306,7 +312,10 @@ def _compare_checksums(then: Values, now: Values) -> Values:
 
 
 def _values_by_name(values: Values) -> dict[str, int]:
-    """Convert the tensors to Python integers by tensor name. Waits for the device."""
+    """Convert checksums or flags on devices to a dict: tensor name -> Python value.
+
+    Waits for the device.
+    """
     return {
         name: value
         for names, tensor in values
@@ -315,7 +324,7 @@ def _values_by_name(values: Values) -> dict[str, int]:
 
 
 def _select_sharded(tensors: Mapping[str, torch.Tensor]) -> dict[str, DTensor]:
-    """Return the DTensors of which a rank does not hold every value, by name."""
+    """Return by name the DTensors that are split, so that no rank holds all of their values."""
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -324,7 +333,7 @@ def _select_sharded(tensors: Mapping[str, torch.Tensor]) -> dict[str, DTensor]:
 
 
 def _shard_index(tensor: DTensor) -> int:
-    """Compute the index of this rank's shard; ranks with the same shard of `tensor` share it."""
+    """Compute the index of this rank's shard of `tensor`. Replicas of a shard share the index."""
     index = 0
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate() or ()
@@ -335,9 +344,9 @@ def _shard_index(tensor: DTensor) -> int:
 
 
 def _collect_other_state(state: TrainState) -> dict[str, Any]:
-    """Return the data position, the schedule's step and the learning rates, as JSON values by name.
+    """Return data position, schedule step and learning rates as JSON values.
 
-    They must be equal on all ranks.
+    They must be equal on all ranks. The keys are names for messages.
     """
     return {
         "the position in the data": None if state.data is None else state.data.state_dict(),
@@ -349,11 +358,11 @@ def _collect_other_state(state: TrainState) -> dict[str, Any]:
 
 
 def _describe_state_differences(step: int, by_rank: list[dict[str, Any]]) -> str:
-    """Describe in which data position, schedule step or learning rate a minority of ranks differs.
+    """Format the values in which a minority of ranks differs from the others.
 
     Args:
         step: number of the last step.
-        by_rank: result of `_collect_other_state` on each rank.
+        by_rank: results of `_collect_other_state` on all ranks.
     """
     differences = []
     for name in by_rank[0]:
@@ -368,7 +377,15 @@ def _describe_state_differences(step: int, by_rank: list[dict[str, Any]]) -> str
 
 
 def _format_deviating_value(by_rank: list[dict[str, Any]], name: str, rank: int) -> str:
-    """Format a rank's value of `name`; of a dict only the entries that differ between ranks."""
+    """Format a rank's value of the entry `name`.
+
+    If the value is a dict, only the keys that differ between ranks are included.
+
+    Args:
+        by_rank: results of `_collect_other_state` on all ranks.
+        name: key of these results.
+        rank: the rank.
+    """
     value = by_rank[rank][name]
     if not isinstance(value, dict):
         return str(value)
@@ -378,7 +395,10 @@ def _format_deviating_value(by_rank: list[dict[str, Any]], name: str, rank: int)
 
 
 def _deviating_ranks(values: Mapping[int, Hashable]) -> list[int]:
-    """List the ranks whose value is not the most frequent one; all ranks if there is a tie."""
+    """List the ranks whose value is not the most frequent one; all ranks if there is no such value.
+
+    The list is empty if all values are equal.
+    """
     counts = Counter(values.values()).most_common(2)
     if len(counts) < 2:
         return []
@@ -387,13 +407,13 @@ def _deviating_ranks(values: Mapping[int, Hashable]) -> list[int]:
 
 
 def _list_names(names: list[str]) -> str:
-    """Join the first 3 different names with commas, followed by the number of further names."""
+    """Join the first 3 distinct names with commas; if there are more, add their number."""
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def _hash_json(content: Any) -> int:
-    """Compute a 63-bit hash of JSON values."""
+    """Compute a 63-bit hash of JSON values. The order of keys does not matter."""
     text = json.dumps(content, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

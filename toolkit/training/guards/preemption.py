@@ -44,16 +44,16 @@ _LAUNCHER = os.getppid()
 
 
 class Preempted(BaseException):
-    """Raised to end the run after a signal; the run can be resumed.
+    """Ends the run after a signal. The run can be resumed.
 
     It is not an `Exception`, so that no `except Exception` on the way catches it.
     """
 
 
 class _SignalState:
-    """The signals that this process has received, and how far it is with ending the run.
+    """The signals that this process has received, and its progress in ending the run.
 
-    `listen_for_signals` replaces the object at its begin and end.
+    `listen_for_signals` creates a new object when its block begins and ends.
     """
 
     def __init__(self, grace: float = 0.0) -> None:
@@ -83,7 +83,7 @@ _state = _SignalState()
 
 @contextmanager
 def listen_for_signals(signals: Sequence[str], grace: float) -> Iterator[None]:
-    """Handle `signals` within the block, so that they end the run by raising `Preempted`.
+    """Within the block, handle `signals` so that they end the run by raising `Preempted`.
 
     Outside of the training loop the first signal raises `Preempted` at once. In the loop the run
     saves a checkpoint first, and the process is ended if that takes more than `grace` seconds. A
@@ -91,7 +91,8 @@ def listen_for_signals(signals: Sequence[str], grace: float) -> Iterator[None]:
     the launcher dies, this process receives SIGTERM.
 
     In a process that a launcher started, the signals are ignored after the block. Otherwise a
-    signal that the launcher sends to all processes could replace the exit code.
+    signal that the launcher sends to all processes could replace the exit code. In another thread
+    than the main thread, nothing is handled.
 
     Args:
         signals: names of signals, such as SIGTERM.
@@ -139,7 +140,7 @@ def enter_loop() -> None:
 
 
 def stop_requested() -> bool:
-    """Return True, on all ranks after the same step, if a signal asks the run to stop.
+    """Return True if a signal asks the run to stop; all ranks return it after the same step.
 
     Collective; every rank must call it once per step. With several ranks, the result is True from
     the second call after the signal on, because the ranks exchange the request during a step. The
@@ -155,20 +156,20 @@ def stop_requested() -> bool:
 
 
 def is_stopping() -> bool:
-    """Return the last result of `stop_requested`. Not collective."""
+    """Return the last result of `stop_requested`, without communication."""
     return _state.is_agreed
 
 
 def is_due(step: int, every: int | None) -> bool:
     """Return True if `step` is a multiple of `every` and the run is not about to stop.
 
-    False if `every` is None.
+    Returns False if `every` is None.
     """
     return every is not None and step % every == 0 and not is_stopping()
 
 
 def until_stop(values: Iterable[T]) -> Iterator[T]:
-    """Yield `values` until a signal asks the run to stop, but at least the first one.
+    """Yield `values`, and end early if a signal asks the run to stop. The first is always yielded.
 
     Collective: calls `stop_requested` after each value.
     """
@@ -182,7 +183,7 @@ def leave_loop(step: int) -> None:
     """Leave the training loop after the last checkpoint, or end the run after a signal. Collective.
 
     Args:
-        step: number of the last step. The checkpoint contains it.
+        step: number of the last step, which the checkpoint contains.
 
     Raises:
         Preempted: a signal arrived.
@@ -205,8 +206,8 @@ def choose_exit_code() -> int:
     """Report this rank's exit to the watchdog, and return the exit code after a signal.
 
     Returns:
-        75. But 1, so that torch's agent restarts all ranks, if the agent sent the signal because
-        another rank is gone.
+        Usually 75. It is 1 if torch's agent sent the signal because another rank is gone; then the
+        agent restarts all ranks.
     """
     watchdog.report_exit(EXIT_CODE)
     if _may_restart() and watchdog.wait_for_verdict() == 1:
@@ -215,9 +216,9 @@ def choose_exit_code() -> int:
 
 
 def stop_launcher() -> None:
-    """End torch's agent with SIGTERM if it would restart this rank.
+    """End torch's agent, the launcher, with SIGTERM if it would restart this rank.
 
-    Only the first rank of a machine sends the signal, once per start of the ranks.
+    Only the first rank of a machine that calls this sends the signal.
     """
     if not _may_restart():
         return
@@ -231,7 +232,7 @@ def stop_launcher() -> None:
 
 
 def _may_restart() -> bool:
-    """Return True if torch's agent still runs and would restart this rank."""
+    """Return True if torch's agent still runs, and has restarts left for this rank."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     restarts, max_restarts = (int(os.environ.get(name, "0")) for name in names)
     return restarts < max_restarts and os.getppid() == _LAUNCHER
@@ -241,8 +242,7 @@ def _start_agreement(wants_stop: bool) -> tuple[Callable[[], object], torch.Tens
     """Start an asynchronous all-reduce that tells all ranks if any rank wants to stop. Collective.
 
     Returns:
-        A function that waits for the result; and the tensor [1] on the host that then holds it, 1
-        to stop.
+        A function that waits for the result; and a host tensor [1] that then holds 1 to stop, or 0.
     """
     device = _agreement_device()
     flag = torch.full((1,), int(wants_stop), dtype=torch.int32, device=device)
@@ -258,7 +258,10 @@ def _start_agreement(wants_stop: bool) -> tuple[Callable[[], object], torch.Tens
 
 
 def _agreement_device() -> torch.device:
-    """Return the accelerator if its collectives do not run over gloo, otherwise the CPU."""
+    """Return the device for the all-reduce of `_start_agreement`.
+
+    It is the accelerator if its collectives do not run over gloo, otherwise the CPU.
+    """
     kind = torch.accelerator.current_accelerator()
     backends = dist.get_backend_config(ranks.world_group()).split(",")
     usable = [] if kind is None else [b for b in backends if b.startswith(f"{kind.type}:")]
@@ -270,7 +273,7 @@ def _agreement_device() -> torch.device:
 def _finish_agreement() -> None:
     """Wait for the last all-reduce of `_start_agreement`, and store its result in `_state`.
 
-    If the ranks now agree to stop, the grace period starts.
+    Does nothing if none is pending. If the ranks now agree to stop, the grace period starts.
     """
     if _state.pending is not None:
         wait, flag = _state.pending
@@ -283,7 +286,11 @@ def _finish_agreement() -> None:
 
 
 def _handle_signal(number: int, frame: object) -> None:
-    """Handle a signal: the handler that `listen_for_signals` installs."""
+    """Signal handler of `listen_for_signals`; see there.
+
+    In a worker process of a data loader, which inherits it, the signal has its default effect.
+    There, a signal during the training loop is ignored once.
+    """
     if os.getpid() != _state.process:
         # A loader's worker, which inherited the handler. Its rank ends it, or the next signal.
         signal.signal(number, signal.SIG_DFL)
@@ -310,7 +317,7 @@ def _handle_signal(number: int, frame: object) -> None:
 
 
 def _start_grace_timer(cause: str) -> None:
-    """Start a timer that ends this process when the grace period is over.
+    """Start a timer that ends this process with an error when the grace period is over.
 
     Args:
         cause: the signal, for the message.
@@ -331,7 +338,8 @@ def _start_grace_timer(cause: str) -> None:
 def _exit_at_once(number: int) -> NoReturn:
     """End this process with exit code 128 + `number`, without cleaning up.
 
-    Ends a launcher that would restart the rank, and reports the exit to the watchdog.
+    Before that, a launcher that would restart the rank is ended, and the exit is reported to the
+    watchdog.
     """
     stop_launcher()
     watchdog.report_exit(128 + number)
@@ -346,9 +354,9 @@ def _write_to_stderr(line: str) -> None:
 
 
 def _request_signal_at_launcher_exit() -> None:
-    """Let the kernel send SIGTERM to this process when its launcher dies.
+    """Ask the kernel to send SIGTERM to this process when its launcher dies.
 
-    A launcher that is killed cannot send the signal itself. Does nothing on other systems than
+    A launcher that is killed cannot send the signal itself. Nothing is done on other systems than
     Linux, or if neither torchrun nor accelerate started the process.
 
     Raises:

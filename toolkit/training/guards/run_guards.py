@@ -19,7 +19,7 @@ _NANOSECONDS = 10**9
 
 @dataclass
 class Guards:
-    """Group the guards of a run, and call them for `Metrics`. A guard that is None is off."""
+    """The guards of a run, called by `Metrics`. A guard that is None is off."""
 
     bad_steps: BadSteps = field(default_factory=BadSteps)
     integrity: Integrity | None = None
@@ -33,11 +33,11 @@ class Guards:
         self._last_wait = 0.0 if self.data_wait_seconds is None else self.data_wait_seconds()
 
     def record(self, step: int, stats: Any) -> None:
-        """Pass the statistics of `step` to the guards, without waiting for the device.
+        """Pass the statistics of `step` to the guards. Does not wait for the device.
 
         Args:
             step: number of the step.
-            stats: its `StepStats`.
+            stats: the `StepStats` of the step.
         """
         self.bad_steps.record(step, stats)
         if self.integrity is not None:
@@ -80,7 +80,7 @@ class Guards:
         """Raise a `TrainingError` if the state after `step` must not be saved.
 
         That is the case if too many steps were skipped, values are NaN or infinite, or the
-        integrity check fails. Also writes the remembered values of `spikes` to `state.extra`.
+        integrity check fails. Also writes the values that `spikes` remembers to `state.extra`.
         Collective; waits for the device and reads all bytes of this rank's shards twice.
         """
         self.bad_steps.report_skipped()
@@ -100,9 +100,9 @@ def build_guards(
     Args:
         cfg: the config; `train.skip_spikes`, `train.check_steps` and `train.max_bad_steps`
             configure the guards.
-        data: describes the samples of a step, and measures waits for data.
-        state: model and optimizer, before the first step. If `skip_spikes` is off, losses and norms
-            that an earlier start stored for it are removed from `extra`.
+        data: describes the samples of a step, and measures how long a rank waits for data.
+        state: model and optimizer, before the first step. If `skip_spikes` is off, values that an
+            earlier start stored for it are removed from `state.extra`.
         moved: parameters that change without the optimizer, such as biases of experts.
     """
     train, feed = cfg.train, data.feed

@@ -35,12 +35,12 @@ _CONNECT_SECONDS = 60.0  # to reach rank 0's host
 
 
 class _Watch:
-    """Connect this rank to its watcher process, and carry out the watcher's orders in a thread.
+    """Connects this rank to its watcher process, and carries out the watcher's orders in a thread.
 
-    Creating it is collective.
+    Creating it starts the watcher, and is collective.
 
     Args:
-        timeout: seconds for which no rank may make progress during steps.
+        timeout: seconds without progress on all ranks, during steps, after which the run hangs.
         folder: folder for the report of a hang.
         is_busy: returns True while a checkpoint is written in the background.
     """
@@ -67,7 +67,10 @@ class _Watch:
         threading.Thread(target=self._follow_orders, name="watchdog", daemon=True).start()
 
     def _start_watcher(self, folder: Path) -> None:
-        """Start the watcher process with a connection to the judge in rank 0's watcher. Collective.
+        """Start the watcher process, connected to the judge in rank 0's watcher. Collective.
+
+        Args:
+            folder: folder for the report of a hang.
 
         Raises:
             LaunchError: a rank cannot connect to rank 0's host.
@@ -119,9 +122,9 @@ class _Watch:
         ranks.on_all(start)
 
     def report_progress(self) -> None:
-        """Increase the progress count, and write the rank's state to shared memory for the watcher.
+        """Increase the progress count, and share this rank's state with the watcher.
 
-        The state is the count, the current timeout, the activity and the exit code.
+        The state is the count, the current timeout, the activity, the exit code and its reason.
         """
         self.progress_count += 1
         is_steady = self.activity.startswith(watcher.IN_STEP)
@@ -131,7 +134,10 @@ class _Watch:
         watcher.BEAT.pack_into(self.shared, 0, self.progress_count, timeout, self.exit_code, *texts)
 
     def _follow_orders(self) -> None:
-        """Carry out the watcher's orders until the watcher ends; then end this process, too."""
+        """Carry out the watcher's orders until the watcher ends; then end this process, too.
+
+        Orders are to write the unfinished collectives, or to end.
+        """
         for line in self.watcher.stdout or ():
             order = json.loads(line)
             if "leave" in order:
@@ -144,8 +150,8 @@ class _Watch:
     def _end_process(self, leave: int, grace: float, finish: float) -> None:
         """End this process with the exit code `leave`, or with its own if it has reported one.
 
-        Before that, wait `grace` seconds, in which the process may end by itself, and up to
-        `finish` seconds while a checkpoint is written in the background.
+        Before that, wait `grace` seconds, in which the process may end by itself. While a
+        checkpoint is written in the background, wait up to `finish` seconds.
         """
         self.verdict = leave
         self.has_verdict.set()
@@ -164,15 +170,15 @@ _watch: _Watch | None = None
 def start(timeout: float, folder: Path, is_busy: Callable[[], bool]) -> None:
     """Start to watch this rank until `report_exit`. Collective.
 
-    Costs one process of about 10 MB per rank. An earlier watch of this process ends.
+    Costs one process of about 10 MB per rank. If this process is watched already, that watch ends.
 
     Args:
         timeout: seconds after which the run counts as hanging if no rank makes progress during
             steps. Outside of steps the limit is 12 times as long, and file traffic counts as
             progress. 0: do not watch, and set the timeout of collectives to one day.
         folder: folder for the report of a hang.
-        is_busy: returns True while a checkpoint is written in the background; the checkpoint gets
-            time to be completed before a rank is ended.
+        is_busy: returns True while a checkpoint is written in the background. Before a rank is
+            ended, the checkpoint gets up to five minutes, or 15 s if a rank is gone.
 
     Raises:
         LaunchError: a rank cannot reach rank 0's host.
@@ -188,17 +194,20 @@ def start(timeout: float, folder: Path, is_busy: Callable[[], bool]) -> None:
 
 
 def report_progress() -> None:
-    """Tell the watchdog that this rank makes progress. Takes about two microseconds."""
+    """Tell the watchdog that this rank makes progress. Takes about two microseconds.
+
+    Does nothing if the rank is not watched.
+    """
     if _watch is not None:
         _watch.report_progress()
 
 
 def set_activity(activity: str) -> None:
-    """Tell the watchdog what this rank does from now on; this counts as progress.
+    """Tell the watchdog what this rank does from now on. This counts as progress.
 
-    During the activity `step N` the timeout is `timeout` seconds, otherwise 12 times as long. At
-    the first step, collectives on accelerators get a timeout of twice the watchdog's, at least 10
-    minutes. So the watchdog, which reports more than NCCL, acts before NCCL aborts.
+    During the activity `step N` the limit without progress is `timeout` seconds, otherwise 12 times
+    as long. At the first step, collectives on accelerators get a timeout of twice the watchdog's,
+    at least 10 minutes. So the watchdog, which reports more than NCCL, acts before NCCL aborts.
     """
     if _watch is None:
         return
@@ -212,7 +221,10 @@ def set_activity(activity: str) -> None:
 
 @contextmanager
 def extend_timeout(activity: str) -> Iterator[None]:
-    """Set the activity within the block, whose timeout is 12 times longer; then restore it."""
+    """Within the block, report another activity, for which the timeout is 12 times as long.
+
+    Afterwards the previous activity is restored.
+    """
     outer_activity = "" if _watch is None else _watch.activity
     set_activity(activity)
     try:
@@ -224,8 +236,8 @@ def extend_timeout(activity: str) -> Iterator[None]:
 def report_exit(code: int, reason: str = "") -> None:
     """Tell the watchdog that this rank ends with an exit code. Only the first call has an effect.
 
-    In a run with one process, watching ends, because the program (a notebook) may continue.
-    Otherwise, if `code` is 0, rank 0's process waits here until its watcher ends.
+    In a run with one process, watching ends, because the program (a notebook) may continue. In
+    other runs, if `code` is 0, rank 0's process waits here until the last rank has ended.
 
     Args:
         code: the exit code.
@@ -244,11 +256,11 @@ def report_exit(code: int, reason: str = "") -> None:
 
 
 def wait_for_verdict() -> int | None:
-    """Wait up to 5 s for the watchdog's decision that the run ends, after another rank was lost.
+    """Wait up to 5 s for the watchdog's decision to end the run, after another rank was lost.
 
     Returns:
-        The exit code that this rank should use; None without a decision, or if the rank is not
-        watched.
+        The exit code that this rank should use. None if there is no decision within that time, or
+        if the rank is not watched.
     """
     if _watch is not None:
         _watch.has_verdict.wait(_VERDICT_SECONDS)
@@ -257,7 +269,10 @@ def wait_for_verdict() -> int | None:
 
 
 def _describe_collectives() -> str:
-    """List up to 20 unfinished NCCL collectives from torch's flight recorder; "" without CUDA."""
+    """List up to 20 unfinished NCCL collectives from torch's flight recorder, as text.
+
+    The text is empty without CUDA.
+    """
     # Private in torch 2.x, and the only way to read it. Without it, torch's own dump remains.
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None or not torch.cuda.is_initialized():

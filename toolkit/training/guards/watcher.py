@@ -57,10 +57,10 @@ _WAITS = re.compile(r"\bwait\(|\.item\(|\.tolist\(|\.cpu\(|synchronize\(")
 
 
 class Rank:
-    """The process of a rank, as its watcher sees it: state in shared memory, stacks and orders.
+    """The process of a rank, as its watcher sees and controls it.
 
     Args:
-        pid: process id of the rank, the parent of this process.
+        pid: process id of the rank, which is the parent of this process.
         number: the rank.
     """
 
@@ -76,7 +76,7 @@ class Rank:
         return os.getppid() == self._pid
 
     def exit_code(self) -> int:
-        """Return the exit code that the rank has reported, or `RUNNING` (-1).
+        """Return the exit code that the rank has reported, or -1 (`RUNNING`) if it runs.
 
         If the process is gone without a report, return 1.
         """
@@ -86,7 +86,7 @@ class Rank:
         return shared_code if is_alive or shared_code != RUNNING else 1
 
     def report_for_judge(self, seconds: float) -> State:
-        """Build the report to the judge, and add to the rank's time without progress.
+        """Build the report for the judge, and update the rank's time without progress.
 
         Args:
             seconds: time since the last report.
@@ -116,7 +116,7 @@ class Rank:
         }
 
     def dump_stacks(self) -> None:
-        """Let the rank write its stacks; store them with its main thread's position in `stacks`.
+        """Let the rank write its stacks; store them and its main thread's position in `stacks`.
 
         Waits one second for the rank.
         """
@@ -136,7 +136,7 @@ class Rank:
         progress.
 
         Args:
-            order: exit code and seconds to wait, see `Judge`.
+            order: an order to leave; see `Judge`.
         """
         self._send_order(order)
         idle, count = 0.0, 0
@@ -147,7 +147,10 @@ class Rank:
         self._send_signal(signal.SIGKILL)
 
     def _process_state(self) -> str:
-        """Return the state of the rank's process, such as `D (disk sleep)`, from /proc."""
+        """Return the state of the rank's process from /proc, such as `D (disk sleep)`.
+
+        Returns `state unknown` if it cannot be read.
+        """
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{self._pid}/status").read_text()
             return status.partition("State:")[2].splitlines()[0].strip()
@@ -168,10 +171,11 @@ class Rank:
 
 
 class Judge:
-    """Receive the reports of all watchers, and decide when and how the run ends.
+    """Receives the reports of all watchers, and decides when and how the run ends.
 
-    Each report is answered with the current order: empty; `report`, to write the stacks; or `leave`
-    with the exit code, and the seconds `grace` to end and `finish` to complete a checkpoint.
+    Each report is answered with the current order, a dict. It is empty, or has `report` (write the
+    stacks), or `leave` with the exit code. `leave` comes with two numbers of seconds: `grace` to
+    end, and `finish` to complete a checkpoint.
 
     Args:
         listener: the socket to which watchers connect.
@@ -188,7 +192,7 @@ class Judge:
         self._order = State()
 
     def accept(self) -> None:
-        """Accept connections forever, and serve each in a separate thread."""
+        """Accept connections forever, and serve each one in a separate thread."""
         while True:
             link, _ = self._listener.accept()
             threading.Thread(target=self.serve, args=(link,), daemon=False).start()
@@ -198,6 +202,9 @@ class Judge:
 
         A connection that does not begin with the secret is closed. If a connection ends while its
         rank runs, the rank counts as failed.
+
+        Args:
+            link: the connection.
         """
         state = State(code=0)
         with contextlib.suppress(OSError, ValueError), link, link.makefile("rb") as lines:
@@ -217,7 +224,11 @@ class Judge:
             self._failed.setdefault(state["number"], state)
 
     def judge(self) -> None:
-        """Wait until a rank fails or all running ranks hang, then set the order to end the run."""
+        """Wait until a rank fails or all running ranks hang, and then end the run.
+
+        It is ended by the order that the watchers receive. A rank hangs if it made no progress for
+        its timeout.
+        """
         while True:
             time.sleep(_TICK)
             running = [state for state in [*self._states.values()] if state["code"] == RUNNING]
@@ -232,9 +243,9 @@ class Judge:
     def _end_after_failure(self, failed: list[State]) -> None:
         """Print the root cause of the failures, and set the order to end the run.
 
-        The end of one rank makes others fail. So a rank that is gone without a report is preferred
-        as the cause, and next a rank with an error. A rank that ended because of a signal comes
-        last, since the launcher may have sent the signal to all ranks.
+        The end of one rank makes others fail. So a rank that is gone without a report is the first
+        choice for the cause, and a rank with an error the second. A rank that ended because of a
+        signal comes last, since the launcher may have sent the signal to all ranks.
 
         Args:
             failed: reports of the failed ranks in the order of arrival.
@@ -250,7 +261,9 @@ class Judge:
         self._order = {"leave": code, "grace": _GRACE[code], "finish": finish}
 
     def _end_after_hang(self, running: list[int]) -> None:
-        """Collect and write the stacks of the ranks, print which ranks wait where, and end the run.
+        """Collect the stacks of all running ranks, print which ranks wait where, and end the run.
+
+        The stacks are written to a file `hang-TIME.txt` in the folder.
 
         Args:
             running: numbers of the ranks that run.
@@ -287,7 +300,7 @@ def group_by_stacks(states: list[State], key: str, label: str) -> dict[str, list
 
     Args:
         states: reports of the ranks.
-        key: what to compare: `at`, the position of the main thread, or `text`, all stacks.
+        key: what to compare: `at` for the position of the main thread, or `text` for all stacks.
         label: how to name a rank in the result: `number` or `name`.
 
     Returns:
@@ -301,11 +314,15 @@ def group_by_stacks(states: list[State], key: str, label: str) -> dict[str, list
 
 
 def describe_position(stacks: str) -> str:
-    """Describe whether the main thread waits, and in which line of code; "" without stacks.
+    """Describe where a rank's main thread is, and whether it waits for other ranks or its device.
 
     Args:
         stacks: output of faulthandler, which writes the main thread last and its innermost frame
             first.
+
+    Returns:
+        `waiting in CALL (FILE:LINE in FUNCTION)` or `missing (FILE:LINE in FUNCTION)`; empty
+        without stacks.
     """
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.rpartition("hread 0x")[2])
     if not frames:
@@ -321,7 +338,7 @@ def describe_position(stacks: str) -> str:
 
 
 def count_io_bytes(pid: int) -> int:
-    """Count the bytes that a process and its children have read and written; 0 outside of Linux."""
+    """Count the bytes that a process and its children have read and written; 0 if not on Linux."""
     total = 0
     # A process may end while it is read.
     with contextlib.suppress(OSError):
@@ -333,7 +350,10 @@ def count_io_bytes(pid: int) -> int:
 
 
 def print_line(line: str) -> None:
-    """Print a line to stderr in one write, so that lines of different processes do not mix."""
+    """Print a line to stderr in one write, with the prefix `watchdog: `.
+
+    So lines of different processes do not mix.
+    """
     os.write(2, f"watchdog: {line}\n".encode())
 
 
@@ -355,7 +375,10 @@ def fail_when_lost(link: socket.socket) -> None:
 
 
 def watch(rank: Rank, link: socket.socket) -> None:
-    """Report a rank to the judge every 2 s, and follow the judge's orders, until the rank ends."""
+    """Report a rank to the judge every 2 s, and follow the judge's orders, until the rank ends.
+
+    Raises an OSError or ValueError if the judge does not answer.
+    """
     seconds, code = 0.0, RUNNING
     with link, link.makefile() as answers:
         while code != 0:
@@ -376,7 +399,9 @@ def watch(rank: Rank, link: socket.socket) -> None:
 
 
 def main(pid: int, number: int, folder: str, to_judge: int, listener: int | None = None) -> None:
-    """Watch a rank until it ends; in the watcher of rank 0, also run the judge.
+    """Watch a rank until it ends. In the watcher of rank 0, also run the judge.
+
+    If the judge cannot be reached any more, the rank is ended.
 
     Args:
         pid: process id of the rank.
