@@ -265,7 +265,7 @@ class Template:
     def _shrink_marker(
         self, text: str, span: Span, prompts: list[int], traits: TemplateTraits
     ) -> Span:
-        """Remove the prompt, and white space after a stop token, from a generation marker's span."""
+        """Remove the prompt, and white space after a stop token, from a span between markers."""
         begin, end = max([span[0], *(at for at in prompts if span[0] < at < span[1])]), span[1]
         marked_text = text[begin:end]
         header = traits.prompt[

@@ -28,11 +28,7 @@ READING = "data"
 
 
 class DataRank(Protocol):
-    """A rank that reads its own samples, with its device and the function that builds loaders.
-
-    Such ranks are called data ranks. Ranks of one tensor-parallel group read the same samples and
-    count as one data rank.
-    """
+    """A data rank: a rank that reads other samples than all other data ranks."""
 
     @property
     def device(self) -> torch.device:
