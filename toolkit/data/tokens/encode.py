@@ -224,7 +224,7 @@ class Encoder:
         return rows
 
     def _encode_texts(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
-        """Encode examples that are one text each, with one call of the tokenizer for all of them."""
+        """Encode examples that are one text each, by one call of the tokenizer for all."""
         encoded = [self._render_example(example) for example in examples]
         texts = [(at, text) for at, text in enumerate(encoded) if isinstance(text, Rendered)]
         if texts:
