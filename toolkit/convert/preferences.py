@@ -23,14 +23,14 @@ from toolkit.errors import ConfigError
 
 
 def find_objective(settings: Mapping[str, Any], tool: str) -> str:
-    """Find the objective of a config.
+    """Find the training objective of a config by its keys.
 
     Args:
         settings: the keys of the config.
         tool: axolotl, trl or trainer.
 
     Returns:
-        The objective; empty for supervised training.
+        dpo, orpo, kto, cpo or reward; "" for supervised training.
 
     Raises:
         ConfigError: the objective is not supported, such as online reinforcement learning.
@@ -59,13 +59,16 @@ def find_objective(settings: Mapping[str, Any], tool: str) -> str:
 
 
 def find_script_objective(trainers: Collection[str]) -> str:
-    """Find the objective of a script from the TRL classes that it calls.
+    """Find the training objective of a script by the TRL classes that it calls.
 
     Args:
         trainers: names of the classes without `Trainer` and `Config`.
 
+    Returns:
+        dpo, orpo, kto, cpo or reward; "" for supervised training.
+
     Raises:
-        ConfigError: a class is not supported, or there are several objectives.
+        ConfigError: a class is not supported, or there are several classes.
     """
     if unsupported := sorted({*trainers} - {*TRAINERS}):
         raise ConfigError(f"{unsupported[0]}Trainer of TRL: expected one of {', '.join(TRAINERS)}")
@@ -78,11 +81,13 @@ def find_script_objective(trainers: Collection[str]) -> str:
 
 
 def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
-    """Convert the settings of a preference objective into `keys.settings`.
+    """Remove the settings of a preference objective from `keys`, and set `preference.*` in it.
+
+    Results are in `keys.settings`.
 
     Args:
-        keys: the keys of the config, from which converted ones are removed.
-        objective: name of the objective, such as dpo or kto.
+        keys: the keys of the config.
+        objective: dpo, orpo, kto, cpo or reward.
         is_named: True if the user named the objective, False if it was derived from the keys.
 
     Raises:
@@ -130,7 +135,7 @@ def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
 
 
 def _refuse_other_objectives(keys: Keys, objective: str) -> None:
-    """Raise ConfigError if a setting turns the objective into one that is not supported."""
+    """Remove settings that change the objective; raise ConfigError if one of them is on."""
     for name, (harmless, reason) in REFUSED.items():
         key, value = keys.take(name)
         if key and value not in harmless:
@@ -140,7 +145,7 @@ def _refuse_other_objectives(keys: Keys, objective: str) -> None:
 
 
 def _convert_loss(keys: Keys, objective: str) -> str:
-    """Determine the value of `preference.loss_type` from the loss settings.
+    """Remove the loss settings from `keys`, and return the value of `preference.loss_type`.
 
     Also sets `preference.rpo_alpha` if DPO is combined with a cross entropy of chosen answers.
 
@@ -174,7 +179,7 @@ def _convert_loss(keys: Keys, objective: str) -> str:
 
 
 def _convert_smoothing(keys: Keys, loss: str) -> None:
-    """Convert label smoothing if the loss supports it; add a note if it does not."""
+    """Convert label smoothing to `preference.label_smoothing`, or note that `loss` ignores it."""
     key, value = keys.take("label_smoothing", "dpo_label_smoothing")
     if value and loss not in SMOOTHED_LOSSES:
         keys.note(key, f"has no effect with loss {loss} in either tool", value)
@@ -185,9 +190,10 @@ def _convert_smoothing(keys: Keys, loss: str) -> None:
 
 
 def _convert_length(keys: Keys, objective: str) -> None:
-    """Convert the length limit to `data.sequence_length`, doubled.
+    """Convert the length limit, in tokens, to `data.sequence_length`, doubled.
 
-    The other tools limit one side of a pair; the toolkit's limit includes both sides.
+    The other tools limit one side of a pair; the toolkit's limit includes both sides. For reward
+    models, also sets `data.too_long` to drop.
     """
     for key in [key for key in keys.unconverted if find_setting(key) == "data.sequence_length"]:
         value = keys.unconverted.pop(key)
@@ -200,9 +206,9 @@ def _convert_length(keys: Keys, objective: str) -> None:
 
 
 def _drop_regularisation(keys: Keys) -> None:
-    """Remove settings that preference tuning does not support, with a note for those that are on.
+    """Remove settings that preference tuning does not support, and note those that are on.
 
-    They are dropout and noise, which would make model and reference different functions, label
+    They are dropout and noise (which would make model and reference different functions), label
     smoothing of tokens, and the choice of supervised tokens.
     """
     same_function = "off here: model and reference must be the same function"
