@@ -27,12 +27,13 @@ _COMPUTED = "\0"  # placeholder for a text that only the shell knows
 
 
 def read_command_line(file: Path) -> tuple[str, str, dict[str, Any], dict[str, str]]:
-    """Read the flags of the first training command in a shell script.
+    """Read the flags of the first known training command in a shell script, which is not run.
 
     Returns:
         (tool, subcommand, flags, notes). The subcommand is, for example, `dpo` of
-        `openrlhf.cli.train_dpo`. `flags` maps names without dashes to values. `notes` maps flags
-        whose value only the shell can compute to a text for the user.
+        `openrlhf.cli.train_dpo`; "" if the command has none. `flags` maps names without dashes to
+        values. `notes` maps each flag whose value only the shell can compute to a text for the
+        user.
 
     Raises:
         ConfigError: there is no known command, or the command reads its settings from a file.
@@ -52,7 +53,7 @@ def read_command_line(file: Path) -> tuple[str, str, dict[str, Any], dict[str, s
 
 
 def _find_variables(lines: list[str]) -> dict[str, str]:
-    """Map the shell variables that a script sets exactly once, to a literal, to their values."""
+    """Return name -> value for the shell variables that are set exactly once, to a literal."""
     values: dict[str, list[str]] = {}
     for line in lines:
         if match := re.fullmatch(
@@ -67,8 +68,16 @@ def _parse_flags(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Parse the flags of a command line, after replacing shell variables by their values.
 
+    Parsing stops at a pipe, a redirection or the like.
+
+    Args:
+        line: the part of the line after the command.
+        variables: name -> value of shell variables.
+        file: the script, for messages.
+
     Returns:
-        Flag without dashes -> value, and flag whose value only the shell can compute -> note.
+        (flags, notes). `flags` maps names without dashes to values. `notes` maps each flag whose
+        value only the shell can compute to a text for the user.
 
     Raises:
         ConfigError: the line cannot be split, or it names a file of settings.
@@ -110,7 +119,10 @@ def _parse_flags(
 
 
 def _parse_values(words: list[str]) -> Any:
-    """Parse the words after a flag: True if there is none, one value, or a list of values."""
+    """Parse the words after a flag.
+
+    No word gives True, one word gives its value, and several give a list of values.
+    """
     if not words:
         return True
     values = [_parse_scalar(word) for word in words]
@@ -118,7 +130,7 @@ def _parse_values(words: list[str]) -> Any:
 
 
 def _parse_scalar(word: str) -> Any:
-    """Parse a word as an integer, float, boolean or None; return any other word as it is."""
+    """Parse a word as an integer, float, boolean or None; return any other word as text."""
     if re.fullmatch(r"[-+]?\d+", word):
         return int(word)
     if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", word):

@@ -42,7 +42,7 @@ _TRANSLATORS: dict[str, Callable[[Mapping[str, Any], str], Translation]] = {
 
 @dataclass
 class Conversion:
-    """The result of converting a config: dotted settings, notes, the recipe, and the YAML text."""
+    """A config of another tool, converted to settings and YAML of this toolkit, with notes."""
 
     tool: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -56,16 +56,17 @@ class Conversion:
 
 
 def convert_config(file: Path, tool: str | None = None) -> Conversion:
-    """Convert a config of another tool to a config of this toolkit.
+    """Convert a config file of another tool to a config of this toolkit.
 
     Args:
         file: YAML or JSON, a Python script, or a shell script with one training command. Scripts
             are not run.
-        tool: a key of `TOOL_TITLES`; None: recognise the tool by the keys. If the keys do not show
-            the objective, it may follow after a dash, such as trl-dpo, trl-kto or openrlhf-rm.
+        tool: the tool that the file is for, a key of `TOOL_TITLES`; None: recognise it by the keys.
+            The objective may follow after a dash, such as trl-dpo or openrlhf-rm, if the keys do
+            not show it.
 
     Returns:
-        The settings and the YAML. A config of this toolkit is returned unchanged.
+        The settings, notes and YAML. The text of a config of this toolkit is returned unchanged.
 
     Raises:
         ConfigError: the file cannot be read, its tool is unknown, it needs something that has no
@@ -109,12 +110,13 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
 def convert_settings(
     settings: dict[str, Any], tool: str | None = None, computed: Mapping[str, str] | None = None
 ) -> Conversion:
-    """Convert the keys of a config, without rendering and checking the result.
+    """Convert the settings of another tool; unlike `convert_config`, do not render or parse YAML.
 
     Args:
         settings: key of the other tool -> value.
         tool: as in `convert_config`.
-        computed: None, or for a script: key whose value the script computes -> its note.
+        computed: for a script, key whose value only the running script knows -> note about it; None
+            if the settings do not come from a script.
     """
     tool = tool or recognise_tool(settings) or "trainer"
     tool = tool.replace("unsloth", "trl")
@@ -131,7 +133,7 @@ def convert_settings(
 
 
 def _recognise(file: Path, content: dict[str, Any]) -> str:
-    """Return the tool that a config was written for, recognised by its keys.
+    """Return the name of the tool that a config was written for, recognised by its keys.
 
     Raises:
         ConfigError: the tool is unknown, or its configs cannot be converted.
@@ -152,7 +154,7 @@ def _recognise(file: Path, content: dict[str, Any]) -> str:
 
 
 def _keep_toolkit_config(file: Path, content: dict[str, Any]) -> Conversion:
-    """Return a config that is already one of this toolkit, unchanged and with a note.
+    """Return the text of a config that is already one of this toolkit, with a note.
 
     Raises:
         ConfigError: no recipe can parse it.
@@ -176,7 +178,10 @@ def _keep_toolkit_config(file: Path, content: dict[str, Any]) -> Conversion:
 
 
 def _render(file: Path, out: Conversion) -> str:
-    """Render the converted settings as YAML, in the order of the recipe's settings."""
+    """Render the converted settings as YAML, sections in the order of the recipe's config.
+
+    A comment in the first line names the file, the tool and the recipe.
+    """
     nested: dict[str, Any] = {}
     for name, value in out.settings.items():
         section, _, leaf = name.rpartition(".")

@@ -8,7 +8,9 @@ from toolkit.errors import ConfigError, is_secret_name, looks_secret
 
 
 class Keys:
-    """Keys of another tool's config that are not converted yet, with settings and notes so far.
+    """The keys of another tool's config that are not converted yet.
+
+    `settings` and `notes` collect the results of the conversion.
 
     Args:
         unconverted: key -> value. Each key is removed when it is converted.
@@ -21,16 +23,23 @@ class Keys:
         self.settings: dict[str, Any] = {}
 
     def note(self, key: str, reason: str, value: Any = None) -> None:
-        """Add a note on a key that is not converted or changes its meaning; hide secret values."""
+        """Add a note on a key that is not converted or changes its meaning.
+
+        Args:
+            key: name of the key.
+            reason: the reason, and what to do.
+            value: value to show after the key, at most 60 characters; omitted if it is None or a
+                secret.
+        """
         is_secret = is_secret_name(key) or looks_secret(str(value))
         text = "" if value is None or is_secret else f" {str(value)[:60]}"
         self.notes.append(f"{key}{text}: {reason}")
 
     def take(self, *names: str) -> tuple[str, Any]:
-        """Remove the first of `names` that is present, so that it counts as converted.
+        """Remove the first of `names` that is present, which marks it as converted.
 
         Returns:
-            The key and its value; "" and None if none is present.
+            (key, value); ("", None) if none of them is present.
         """
         name = next((name for name in names if name in self.unconverted), "")
         return name, self.unconverted.pop(name, None)
@@ -40,10 +49,11 @@ class Keys:
         return {name: self.unconverted.pop(name) for name in names if name in self.unconverted}
 
     def note_settings(self, reasons: Mapping[str, str], harmless: Sequence[Any] = ()) -> None:
-        """Remove settings that cannot be converted, and add a note for those that have an effect.
+        """Remove settings that cannot be converted, and add a note for each that has an effect.
 
         Args:
-            reasons: names of a setting, separated by spaces -> why it is not converted.
+            reasons: names of a setting, separated by spaces -> why it is not converted. Only the
+                first name that is present is removed.
             harmless: values without an effect, in addition to None and False.
         """
         for names, reason in reasons.items():
@@ -53,9 +63,12 @@ class Keys:
                 self.note(key, reason, value)
 
     def note_all(self, section: str, settings: Mapping[str, Any], reason: str) -> None:
-        """Add a note for each of `settings` that says why it is not converted.
+        """Add a note for each of `settings`, all with the same reason.
 
-        `section` is put before their names; "" if there is none.
+        Args:
+            section: text before their names, followed by a dot; "" if there is none.
+            settings: name -> value.
+            reason: why they are not converted.
         """
         for name, value in settings.items():
             self.note(f"{section}.{name}" if section else name, reason, value)
@@ -63,12 +76,12 @@ class Keys:
     def finish(
         self, settings: dict[str, Any], objective: str, without_effect: Set[str]
     ) -> "Translation":
-        """Build the `Translation` from the translated keys, the remaining ones and the notes.
+        """Return the `Translation`: the translated keys, all remaining keys, and the notes.
 
         Args:
-            settings: the translated keys. A remaining key of the same name overrides one.
-            objective: what is trained, as in `Translation`.
-            without_effect: keys to drop; one note lists those that are present.
+            settings: the translated keys. A remaining key of the same name replaces the value.
+            objective: the training objective, as in `Translation`.
+            without_effect: keys to drop. One note lists those that are present.
         """
         if unused := sorted(without_effect & {*self.unconverted}):
             self.take_all(unused)
@@ -89,7 +102,9 @@ class Translation:
 
 
 def rename_keys(keys: Keys, names: Mapping[str, str]) -> dict[str, Any]:
-    """Remove settings from `keys`, and return those that are present under new names.
+    """Remove settings from `keys`, and return those that are present as new name -> value.
+
+    Settings that are None are removed but not returned.
 
     Args:
         keys: the keys of the config.
@@ -104,19 +119,19 @@ def rename_keys(keys: Keys, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def split_names(value: Any) -> Any:
-    """Split a text such as `a,b` into a list; return a single name or a list unchanged."""
+    """Split a text such as `a,b` into a list; return any other value unchanged."""
     if isinstance(value, str) and "," in value:
         return [name.strip() for name in value.split(",") if name.strip()]
     return value
 
 
 def refuse_settings(keys: Keys, tool: str, reasons: Mapping[str, str]) -> None:
-    """Raise ConfigError if a setting is on that has no equivalent and affects the training.
+    """Remove settings that cannot be converted; raise ConfigError if one of them is on.
 
     Args:
-        keys: the keys of the config, from which the settings are removed.
+        keys: the keys of the config.
         tool: name of the tool.
-        reasons: setting -> why it cannot be converted. False, 0 and empty values are harmless.
+        reasons: setting -> why it cannot be converted. False, 0, "none" and empty values are off.
     """
     for name, reason in reasons.items():
         key, value = keys.take(name)
@@ -125,5 +140,5 @@ def refuse_settings(keys: Keys, tool: str, reasons: Mapping[str, str]) -> None:
 
 
 def refusal(tool: str, setting: str, reason: str) -> ConfigError:
-    """Build the error for a setting of a tool that cannot be converted."""
+    """Create the error for a setting of a tool that cannot be converted."""
     return ConfigError(f"{tool}'s {setting} cannot be converted: {reason}")

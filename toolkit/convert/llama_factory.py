@@ -74,9 +74,10 @@ _WITHOUT_EFFECT = {
 
 
 def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> Translation:
-    """Translate a config of LLaMA-Factory to the names of Trainer and TRL.
+    """Translate a config of LLaMA-Factory to the setting names of Trainer and TRL.
 
-    `command` is not used; the config itself names the stage.
+    The result includes LLaMA-Factory's defaults. `command` is not used, because the config names
+    the stage.
 
     Raises:
         ConfigError: the stage, the method of fine-tuning or the loss has no equivalent.
@@ -131,7 +132,9 @@ def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> T
 
 
 def _translate_loss(keys: Keys, stage: str) -> dict[str, Any]:
-    """Translate the settings of the preference loss to those of TRL; {} without one.
+    """Remove the settings of the preference loss from `keys`, and return those of TRL.
+
+    The result is {} for a stage without a preference loss.
 
     Raises:
         ConfigError: the loss has no equivalent.
@@ -162,7 +165,10 @@ def _translate_loss(keys: Keys, stage: str) -> dict[str, Any]:
 
 
 def _translate_precision(keys: Keys) -> dict[str, Any]:
-    """Translate the precision to `bf16` or `fp16`, and `pure_bf16` to bfloat16 parameters."""
+    """Remove the precision settings from `keys`; return `bf16` or `fp16`, and `torch_dtype`.
+
+    `torch_dtype` is bfloat16 and only set for `pure_bf16`, which keeps parameters in bfloat16.
+    """
     pure = keys.take("pure_bf16")[1]
     precisions = {key: keys.take(key)[1] for key in ("bf16", "fp16")}
     if not (pure or precisions["bf16"] or precisions["fp16"]):
@@ -173,10 +179,14 @@ def _translate_precision(keys: Keys) -> dict[str, Any]:
 
 
 def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
-    """Translate the settings of adapters and of a quantised base to those of PEFT.
+    """Remove the settings of adapters and of a quantised base from `keys`, and return PEFT's.
+
+    Args:
+        keys: the keys of the config.
+        method: `lora` or `full`.
 
     Returns:
-        Setting -> value; {} if all parameters are trained.
+        Setting -> value; {} if `method` is `full`.
 
     Raises:
         ConfigError: a combination of settings has no equivalent.
@@ -235,7 +245,10 @@ def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
 
 
 def _translate_packing(keys: Keys, out: dict[str, Any], stage: str) -> None:
-    """Translate the settings of packing into `out`, and note differences between the tools."""
+    """Remove the packing settings from `keys`, and set those of the toolkit's names in `out`.
+
+    Adds notes on differences between the tools. In stage `pt`, samples are packed by default.
+    """
     packed, apart = keys.take("packing")[1], keys.take("neat_packing")[1]
     if stage == "pt":
         keys.note("stage", "every token of the texts is trained on, in samples that are full", "pt")
@@ -253,7 +266,7 @@ def _translate_packing(keys: Keys, out: dict[str, Any], stage: str) -> None:
 
 
 def _translate_supervision(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate which tokens are supervised into `out`."""
+    """Move the settings that select supervised tokens from `keys` to `out`, renamed."""
     if keys.take("train_on_prompt")[1]:
         out["train_on_inputs"] = True
     if keys.take("mask_history")[1]:
@@ -261,7 +274,7 @@ def _translate_supervision(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_attention(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the attention implementation into `out`."""
+    """Move `flash_attn` from `keys` to `attn_implementation` in `out`, unless it is `auto`."""
     names = {"fa2": "flash_attention_2", "fa3": "flash_attention_3"} | {
         "sdpa": "sdpa",
         "disabled": "eager",
@@ -271,7 +284,10 @@ def _translate_attention(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
-    """Remove the names of data sets and template, with a note: only LLaMA-Factory knows them."""
+    """Remove the data sets and the template from `keys`, with notes; `out` is not changed.
+
+    Their names have a meaning only within LLaMA-Factory.
+    """
     names = keys.take("dataset")[1]
     if names:
         reason = "names in LLaMA-Factory's dataset_info.json; set data.train_files or data.sources"

@@ -59,13 +59,16 @@ _LIGER = (
 
 
 class Converter(Keys):
-    """Converter of one config of axolotl, TRL or Trainer. Keys that no method converts are noted.
+    """Converts one config of axolotl, TRL or Trainer to settings of this toolkit.
+
+    Keys that no method converts get a note.
 
     Args:
         source: key -> value.
         tool: axolotl, trl or trainer, followed by a dash and the objective if it is known; for a
             translation, the original tool.
-        computed: None, or for a script: key whose value the script computes -> its note.
+        computed: for a script, key whose value only the running script knows -> note about it; None
+            if `source` does not come from a script.
         translation: the translation that `source` comes from. It includes the tool's defaults.
     """
 
@@ -95,7 +98,14 @@ class Converter(Keys):
         self._fill_in_defaults(source, computed or {})
 
     def _fill_in_defaults(self, source: Mapping[str, Any], computed: Mapping[str, str]) -> None:
-        """Add the tool's defaults for missing keys, if they differ from those of the toolkit."""
+        """Add the tool's defaults to `unconverted`, for keys that the config does not have.
+
+        Only defaults that differ from those of the toolkit are added.
+
+        Args:
+            source: the config.
+            computed: keys that a script computes, which count as present.
+        """
         present = {key for key, value in source.items() if value is not None} | {*computed}
         if self.tool == "trl" and source.get("max_length", 0) is None:
             del self.unconverted["max_length"]
@@ -115,8 +125,10 @@ class Converter(Keys):
     def run(self) -> tuple[str, dict[str, Any], list[str]]:
         """Convert all keys of the config.
 
+        If it names no model or no data, placeholders are set and noted.
+
         Returns:
-            The recipe, dotted setting -> value, and the notes.
+            (recipe `finetune` or `prefer`, dotted setting -> value, notes).
 
         Raises:
             ConfigError: the converted config would train something else.
@@ -155,10 +167,10 @@ class Converter(Keys):
         return "prefer" if self.objective else "finetune", self.settings, self.notes
 
     def convert_by_name(self, key: str, value: Any) -> None:
-        """Convert a key whose value needs no conversion; add a note if there is no such setting.
+        """Convert a key whose value stays the same, or add a note if it has no equivalent.
 
         Raises:
-            ConfigError: an unknown key seems to change what is trained.
+            ConfigError: an unknown key seems to change what is trained, judged by its name.
         """
         if is_secret_name(key):
             self.note(key, "a config contains no token; use `hf auth login` or HF_TOKEN")
@@ -183,7 +195,7 @@ class Converter(Keys):
     # ---- Model
 
     def convert_model(self) -> None:
-        """Convert dtypes, attention and kernels of the model."""
+        """Convert the settings of dtypes, attention and kernels to `model.*` and `param_dtype`."""
         key, dtype = self.take("torch_dtype", "dtype")
         if dtype in ("float16", "fp16", "half"):
             self.note(key, "there is no float16 training here; bfloat16 is set", dtype)
@@ -225,7 +237,10 @@ class Converter(Keys):
     # ---- Memory and sharding
 
     def convert_memory(self) -> None:
-        """Convert activation checkpointing and offloading."""
+        """Convert the settings of activation checkpointing and offloading to `sharding.*`.
+
+        DeepSpeed gets a note.
+        """
         recomputed = "sharding.activation_checkpointing"
         key, value = self.take("gradient_checkpointing")
         if key:
@@ -249,7 +264,7 @@ class Converter(Keys):
             self.note(key, f"{reason}; offload: sharding.cpu_offload: true", value)
 
     def convert_mesh(self) -> None:
-        """Convert axolotl's degrees of parallelism."""
+        """Convert axolotl's sizes of data parallelism; note other kinds of parallelism."""
         for name in ("dp_replicate", "dp_shard"):
             key, size = self.take(f"{name}_size")
             if key:
@@ -260,7 +275,11 @@ class Converter(Keys):
                 self.note(key, f"{reason}, so the global batch is {size} times as large", size)
 
     def convert_sharding(self) -> None:
-        """Convert the settings of FSDP."""
+        """Convert the settings of FSDP and of parallelism to `sharding.*`.
+
+        Raises:
+            ConfigError: `fsdp_config` has a value that the toolkit refuses.
+        """
         self.convert_mesh()
         words = self.take("fsdp")[1] or []
         for word in words if isinstance(words, list) else str(words).replace(",", " ").split():
@@ -304,7 +323,7 @@ class Converter(Keys):
     # ---- Data
 
     def convert_data(self) -> None:
-        """Convert packing, supervision, chat template, data sets and evaluation split."""
+        """Convert packing, supervision, template, data sets and evaluation split to `data.*`."""
         strategy = self.take("packing_strategy")[1]
         key, packed = self.take("sample_packing", "packing", "multipack_real_batches")
         if key:
@@ -335,7 +354,7 @@ class Converter(Keys):
             self.note(key, reason, value)
 
     def convert_supervision(self) -> None:
-        """Convert the settings that decide which tokens are supervised."""
+        """Convert the settings that select the supervised tokens to `data.supervise`."""
         if self.take("train_on_inputs", "train_on_input")[1]:
             self.settings["data.supervise"] = "all"
         if self.take("assistant_only_loss")[1]:
@@ -358,7 +377,7 @@ class Converter(Keys):
     # ---- Optimiser and schedule
 
     def convert_optimisation(self) -> None:
-        """Convert optimizer, learning-rate schedule, warm-up and router loss."""
+        """Convert optimizer, schedule and warm-up to `optim.*`, and the weight of the router loss."""
         key, value = self.take("optimizer", "optim")
         if key:
             name = _OPTIMIZERS.get(str(value))
@@ -396,7 +415,10 @@ class Converter(Keys):
             self.settings["train.router_aux_loss"] = "none"
 
     def convert_warmup(self, steps: Any, ratio: Any) -> None:
-        """Convert the warm-up from a number of steps, or from a ratio of all steps."""
+        """Set `optim.warmup_steps` from a number of steps or, if that is 0 or None, from a ratio.
+
+        Without either, axolotl's default is set if the config is one of axolotl.
+        """
         warmup = steps if steps or ratio is None else ratio
         if steps and ratio is not None:
             self.note("warmup_ratio", "warmup_steps wins, as there", ratio)
@@ -415,7 +437,7 @@ class Converter(Keys):
             self.settings["optim.warmup_steps"] = warmup
 
     def convert_intervals(self) -> None:
-        """Convert how often the run evaluates, saves and logs, and which checkpoints it keeps."""
+        """Convert how often to evaluate, save and log, and which checkpoints to keep."""
         key, strategy = self.take("eval_strategy", "evaluation_strategy")
         if strategy in ("no", False):
             if "eval_steps" in self.unconverted:
@@ -456,7 +478,10 @@ class Converter(Keys):
     # ---- Adapters
 
     def convert_adapters(self) -> None:
-        """Convert the settings of adapters and of a quantised base."""
+        """Convert the settings of adapters and of a quantised base to `lora.*`.
+
+        If the config trains no adapters, these settings only get notes.
+        """
         kind = self.take("adapter")[1]
         self.take("use_peft")
         eight, four = self.take("load_in_8bit")[1], self.take("load_in_4bit")[1]
@@ -505,7 +530,7 @@ class Converter(Keys):
                 self.note(key, reason, value)
 
     def _continue_adapter(self, adapter: Any) -> None:
-        """Set `lora.from` to the adapter to continue, and note settings that it overrides.
+        """Set `lora.from` to the adapter to continue; note settings that this adapter determines.
 
         Raises:
             ConfigError: there are several adapters.
@@ -529,7 +554,7 @@ class Converter(Keys):
             self.note(key, "taken from the adapter that lora.from continues", value)
 
     def convert_targets(self) -> None:
-        """Convert the names of the modules that get adapters."""
+        """Convert the names of the modules that get adapters to `lora.target_modules`."""
         linear = self.take("lora_target_linear")[1]
         key, modules = self.take("lora_target_modules", "target_modules")
         if linear:
@@ -547,7 +572,7 @@ class Converter(Keys):
     # ---- Outputs
 
     def convert_outputs(self) -> None:
-        """Convert trackers and the Hub repository."""
+        """Convert trackers to `metrics.report_to`, and the Hub repository to `hub.hub_model_id`."""
         names = self.take("report_to")[1] or []
         supported = typing.get_args(Tracker)
         trackers = list[str]()

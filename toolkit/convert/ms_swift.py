@@ -52,11 +52,13 @@ _WITHOUT_EFFECT = {
 
 
 def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Translation:
-    """Translate the options of ms-swift to the names of Trainer and TRL.
+    """Translate the options of ms-swift to the setting names of Trainer and TRL.
+
+    The result includes ms-swift's defaults.
 
     Args:
         settings: option -> value.
-        command: sft, pt or rlhf; empty if it is unknown.
+        command: subcommand sft, pt or rlhf; "" if it is unknown.
 
     Raises:
         ConfigError: the objective or the method of fine-tuning has no equivalent.
@@ -115,10 +117,14 @@ def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Transl
 
 
 def _translate_loss(keys: Keys, kind: str) -> dict[str, Any]:
-    """Translate ms-swift's settings of the objective `kind` to TRL's names and defaults.
+    """Remove the settings of the preference loss from `keys`, and return those of TRL.
+
+    Args:
+        keys: the keys of the config.
+        kind: `rlhf_type`, such as dpo; "" if there is none.
 
     Returns:
-        Setting -> value; {} if there is no preference objective.
+        Setting -> value with ms-swift's defaults; {} without `kind`.
     """
     if not kind:
         return {}
@@ -140,10 +146,14 @@ def _translate_loss(keys: Keys, kind: str) -> dict[str, Any]:
 
 
 def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
-    """Translate the settings of adapters and of a quantised base to those of PEFT.
+    """Remove the settings of adapters and of a quantised base from `keys`, and return PEFT's.
+
+    Args:
+        keys: the keys of the config.
+        method: `lora` or `full`.
 
     Returns:
-        Setting -> value; {} if all parameters are trained.
+        Setting -> value; {} if `method` is `full`.
 
     Raises:
         ConfigError: a combination of settings has no equivalent.
@@ -194,9 +204,9 @@ def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
 
 
 def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the data sets, written as `ID:SUBSET#ROWS`, and `packing` into `out`.
+    """Move the data sets, written as `ID:SUBSET#ROWS`, and `packing` from `keys` to `out`.
 
-    Subsets and numbers of rows are not translated; a note lists them.
+    Subsets and numbers of rows are dropped; a note lists them.
     """
     names = keys.take("dataset")[1]
     names = [names] if isinstance(names, str) else names or []

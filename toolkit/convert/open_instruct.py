@@ -45,7 +45,10 @@ _NOTED = {
 
 
 def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> Translation:
-    """Translate a config of open-instruct to the names of Trainer and TRL.
+    """Translate a config of open-instruct to the setting names of Trainer and TRL.
+
+    The result includes open-instruct's defaults. The objective is DPO if `command` is dpo or a key
+    is one of DPO.
 
     Args:
         settings: key -> value.
@@ -107,10 +110,10 @@ def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> T
 
 
 def _translate_loss(keys: Keys) -> tuple[dict[str, Any], str]:
-    """Translate the settings of the preference loss to those of TRL.
+    """Remove the settings of the preference loss from `keys`, and return those of TRL.
 
     Returns:
-        The settings, and the objective: `dpo`, or `cpo` for SimPO.
+        (setting -> value, objective). The objective is `dpo`, or `cpo` for SimPO.
 
     Raises:
         ConfigError: the loss has no equivalent.
@@ -136,7 +139,7 @@ def _translate_loss(keys: Keys) -> tuple[dict[str, Any], str]:
 
 
 def _translate_adapters(keys: Keys) -> dict[str, Any]:
-    """Translate the settings of adapters to those of PEFT; {} if all parameters are trained.
+    """Remove the settings of adapters from `keys`, and return PEFT's; {} without adapters.
 
     Raises:
         ConfigError: the base is quantised and no adapters are trained.
@@ -164,7 +167,7 @@ def _translate_adapters(keys: Keys) -> dict[str, Any]:
 
 
 def _translate_checkpoints(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate how often checkpoints are saved, and how many are kept, into `out`."""
+    """Move the settings of checkpoints (how often saved, how many kept) from `keys` to `out`."""
     key, every = keys.take("checkpointing_steps")
     if str(every).isdecimal():
         out["save_steps"] = int(every)
@@ -176,7 +179,10 @@ def _translate_checkpoints(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the mixture of data sets from `[NAME, SHARE, ...]` to a mapping in `out`."""
+    """Move the data sets `[NAME, SHARE, ...]` from `keys` to `dataset_mixer` in `out`.
+
+    There they are a mapping from name to share.
+    """
     mixed = keys.take("dataset_mixer_list")[1]
     if isinstance(mixed, str):
         mixed = mixed.split()

@@ -87,7 +87,9 @@ _COLUMNS = {
 
 
 def translate_openrlhf(settings: Mapping[str, Any], command: str = "") -> Translation:
-    """Translate the options of an OpenRLHF command to the names of Trainer and TRL.
+    """Translate the options of an OpenRLHF command to the setting names of Trainer and TRL.
+
+    The result includes OpenRLHF's defaults.
 
     Args:
         settings: option without its dashes -> value.
@@ -138,7 +140,7 @@ def translate_openrlhf(settings: Mapping[str, Any], command: str = "") -> Transl
 
 
 def _translate_loss(keys: Keys, command: str) -> dict[str, Any]:
-    """Translate the settings of the objective that `command` trains to those of TRL.
+    """Remove the loss settings from `keys`, and return those of TRL for the given command.
 
     Raises:
         ConfigError: the loss of a reward model has no equivalent.
@@ -165,7 +167,7 @@ def _translate_loss(keys: Keys, command: str) -> dict[str, Any]:
 
 
 def _translate_optimizer(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the optimizer, its betas and its offloading into `out`."""
+    """Move the settings of the optimizer, its betas and its offloading from `keys` to `out`."""
     kind = keys.take("optim")[1] or "adam"
     out["optim"] = "adamw_torch_fused" if kind == "adam" else kind
     betas = keys.take("adam.betas", "adam_betas")[1]
@@ -177,7 +179,7 @@ def _translate_optimizer(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_adapters(keys: Keys) -> dict[str, Any]:
-    """Translate the settings of adapters to those of PEFT; {} if all parameters are trained.
+    """Remove the settings of adapters from `keys`, and return PEFT's; {} without adapters.
 
     Raises:
         ConfigError: the base is quantised and no adapters are trained.
@@ -204,9 +206,9 @@ def _translate_adapters(keys: Keys) -> dict[str, Any]:
 
 
 def _translate_intervals(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate after how many steps the run saves and evaluates into `out`.
+    """Move the intervals of saving and evaluating, in steps, from `keys` to `out`.
 
-    OpenRLHF's -1 means only at the end of the run.
+    OpenRLHF's -1 means only at the end of the run; then nothing is set.
     """
     save = keys.take("ckpt.save_steps", "save_steps")[1]
     if isinstance(save, int) and save > 0:
@@ -219,7 +221,10 @@ def _translate_intervals(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_deepspeed(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate dtype, ZeRO stage and packing of DeepSpeed into `out`, or note why not."""
+    """Remove the settings of DeepSpeed from `keys`; set the dtype in `out`.
+
+    ZeRO stage, parallelism and packing only get notes.
+    """
     dtype = keys.take("ds.param_dtype", "param_dtype")[1]
     if dtype == "fp16":
         out["fp16"] = True
@@ -241,7 +246,7 @@ def _translate_deepspeed(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_data(keys: Keys, out: dict[str, Any], command: str) -> None:
-    """Translate the data sets and the names of their columns into `out`."""
+    """Move the data sets and the names of their columns from `keys` to `out`."""
     names = split_names(keys.take("data.dataset", "dataset")[1])
     shares = split_names(keys.take("data.dataset_probs", "dataset_probs")[1])
     if isinstance(names, list):

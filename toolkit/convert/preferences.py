@@ -24,14 +24,14 @@ from toolkit.errors import ConfigError
 
 
 def find_objective(settings: Mapping[str, Any], tool: str) -> str:
-    """Find the objective of a config.
+    """Find the training objective of a config by its keys.
 
     Args:
         settings: the keys of the config.
         tool: axolotl, trl or trainer.
 
     Returns:
-        The objective; empty for supervised training.
+        dpo, orpo, kto, cpo or reward; "" for supervised training.
 
     Raises:
         ConfigError: the objective is not supported, such as online reinforcement learning.
@@ -60,13 +60,16 @@ def find_objective(settings: Mapping[str, Any], tool: str) -> str:
 
 
 def find_script_objective(trainers: Collection[str]) -> str:
-    """Find the objective of a script from the TRL classes that it calls.
+    """Find the training objective of a script by the TRL classes that it calls.
 
     Args:
         trainers: names of the classes without `Trainer` and `Config`.
 
+    Returns:
+        dpo, orpo, kto, cpo or reward; "" for supervised training.
+
     Raises:
-        ConfigError: a class is not supported, or there are several objectives.
+        ConfigError: a class is not supported, or there are several classes.
     """
     if unsupported := sorted({*trainers} - {*TRAINERS}):
         raise ConfigError(f"{unsupported[0]}Trainer of TRL: expected one of {', '.join(TRAINERS)}")
@@ -79,11 +82,13 @@ def find_script_objective(trainers: Collection[str]) -> str:
 
 
 def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
-    """Convert the settings of a preference objective into `keys.settings`.
+    """Remove the settings of a preference objective from `keys`, and set `preference.*` in it.
+
+    Results are in `keys.settings`.
 
     Args:
-        keys: the keys of the config, from which converted ones are removed.
-        objective: name of the objective, such as dpo or kto.
+        keys: the keys of the config.
+        objective: dpo, orpo, kto, cpo or reward.
         is_named: True if the user named the objective, False if it was derived from the keys.
 
     Raises:
@@ -136,7 +141,7 @@ def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
 
 
 def _refuse_other_objectives(keys: Keys, objective: str) -> None:
-    """Raise ConfigError if a setting turns the objective into one that is not supported."""
+    """Remove settings that change the objective; raise ConfigError if one of them is on."""
     for name, (harmless, reason) in REFUSED.items():
         key, value = keys.take(name)
         if key and value not in harmless:
@@ -204,9 +209,10 @@ def _convert_smoothing(keys: Keys, losses: Sequence[str]) -> None:
 
 
 def _convert_length(keys: Keys, objective: str) -> None:
-    """Convert the length limit to `data.sequence_length`, doubled.
+    """Convert the length limit, in tokens, to `data.sequence_length`, doubled.
 
-    The other tools limit one side of a pair; the toolkit's limit includes both sides.
+    The other tools limit one side of a pair; the toolkit's limit includes both sides. For reward
+    models, also sets `data.too_long` to drop.
     """
     for key in [key for key in keys.unconverted if find_setting(key) == "data.sequence_length"]:
         value = keys.unconverted.pop(key)
@@ -219,9 +225,9 @@ def _convert_length(keys: Keys, objective: str) -> None:
 
 
 def _drop_regularisation(keys: Keys) -> None:
-    """Remove settings that preference tuning does not support, with a note for those that are on.
+    """Remove settings that preference tuning does not support, and note those that are on.
 
-    They are dropout and noise, which would make model and reference different functions, label
+    They are dropout and noise (which would make model and reference different functions), label
     smoothing of tokens, and the choice of supervised tokens.
     """
     same_function = "off here: model and reference must be the same function"

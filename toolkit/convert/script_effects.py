@@ -42,14 +42,14 @@ _LATER_CALLS = {
 
 
 def resolve_classes(tree: ast.AST, class_names: Iterable[str]) -> dict[str, ast.ClassDef]:
-    """Replace aliases and subclasses of known classes by the names of these classes, in place.
+    """Replace names of aliases and subclasses of known classes by the known names, in place.
 
-    `from trl import SFTTrainer as Plain` and `class Mine(SFTTrainer)` make `Plain(...)` and
-    `Mine(...)` calls of SFTTrainer.
+    After `from trl import SFTTrainer as Plain` or `class Mine(SFTTrainer)`, `Plain(...)` and
+    `Mine(...)` become calls of SFTTrainer.
 
     Args:
-        tree: the script.
-        class_names: names of the classes whose calls are read.
+        tree: the script, which is changed.
+        class_names: names of the known classes.
 
     Returns:
         Name of each subclass that the script uses -> its definition.
@@ -80,8 +80,11 @@ def check_trainer_classes(file: Path, subclasses: Mapping[str, ast.ClassDef]) ->
         file: the script, for the message.
         subclasses: name -> definition, as `resolve_classes` returns them.
 
+    Returns:
+        Key that identifies the class -> note.
+
     Raises:
-        ConfigError: a trainer has a separate loss or training step.
+        ConfigError: a subclass of a trainer defines its own loss or training step.
     """
     notes = {}
     for name, node in subclasses.items():
@@ -132,21 +135,19 @@ def refuse_assigned_losses(file: Path, tree: ast.AST) -> None:
 def check_frozen_parameters(
     file: Path, tree: ast.AST, adapter_line: int | None, references: Iterable[str]
 ) -> dict[str, str]:
-    """Check that a script does not train a part of the parameters only.
+    """Raise ConfigError if a script changes which parameters are trained.
 
-    PEFT freezes the base itself, so freezing before the adapters are added is only noted.
+    PEFT freezes the base itself, so freezing before adapters are added is only noted. Reference
+    models may be frozen.
 
     Args:
         file: the script, for the message.
         tree: the script.
-        adapter_line: line of the call that adds adapters; None: there are none.
-        references: names of variables that hold a reference model, which may be frozen.
+        adapter_line: first line with a call that adds adapters; None: there are none.
+        references: names of variables that hold a reference model.
 
     Returns:
-        Notes on statements without effect.
-
-    Raises:
-        ConfigError: a statement changes which parameters are trained.
+        Key that identifies the statement -> note, for statements without effect.
     """
     loops = _find_loop_owners(tree)
     notes = {}
@@ -169,9 +170,11 @@ def check_frozen_parameters(
 
 
 def _find_freezing(tree: ast.AST) -> Iterator[tuple[int, str, bool, str]]:
-    """Yield (line, owner, is frozen, text) of each statement that sets `requires_grad`.
+    """Yield (line, variable, freezes, text) of each statement that freezes or unfreezes tensors.
 
-    A value that is not a literal counts as frozen, because some parameters may be.
+    It assigns `requires_grad`, or calls `requires_grad_` or a function named `freeze...`. A value
+    that is not the literal True counts as freezing. `variable` is the one with which the
+    statement's owner begins; `text` is the source code.
     """
     for node in ast.walk(tree):
         text = " ".join(ast.unparse(node).split())[:60] if isinstance(node, ast.expr) else ""
@@ -202,16 +205,16 @@ def _may_freeze(value: ast.expr | None) -> bool:
 
 
 def _root_name(node: ast.expr) -> str:
-    """Return the variable that an expression such as `a.b[0].c()` begins with."""
+    """Return the variable with which an expression such as `a.b[0].c()` begins; "" if none."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _find_loop_owners(tree: ast.AST) -> dict[str, str]:
-    """Map each loop variable to the variable that its loop iterates over.
+    """Return loop variable -> variable that its loop iterates over.
 
-    A variable of several loops over different variables is not included.
+    A loop variable is omitted if several loops use it with different variables.
     """
     owners: dict[str, set[str]] = {}
     for node in ast.walk(tree):
@@ -227,7 +230,7 @@ def _find_loop_owners(tree: ast.AST) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A setting that a script assigns to its arguments object after creating it."""
+    """A statement that assigns a setting to an arguments object, such as `args.seed = 1`."""
 
     key: str
     line: int
@@ -241,15 +244,15 @@ class Assignment:
 def find_later_assignments(
     tree: ast.Module, configs: Iterable[str], literals: dict[str, ast.expr]
 ) -> Iterator[Assignment]:
-    """Yield the settings that a script assigns to attributes of its arguments objects, in order.
+    """Yield the settings that a script assigns to its arguments objects after creating them.
 
-    An assignment has a value if it is a literal in the scope that creates the object, outside of
-    branches and loops.
+    They are in the order of the lines. The value is known only if it is a literal and is assigned
+    in the scope that creates the object, outside of branches and loops.
 
     Args:
         tree: the script.
         configs: names of the classes of arguments objects.
-        literals: those of `find_assignments`.
+        literals: result of `find_assignments`.
     """
     configs = set(configs)
     created = _find_created(tree, configs)
@@ -281,12 +284,19 @@ def find_later_assignments(
 
 
 def _family(class_name: str) -> str:
-    """Return the class itself for configs of PEFT and bitsandbytes; "" for those of trainers."""
+    """Return a name that is equal for classes of arguments whose settings may be confused.
+
+    It is "" for all classes of trainers; LoraConfig and BitsAndBytesConfig have their own.
+    """
     return class_name if class_name in ("LoraConfig", "BitsAndBytesConfig") else ""
 
 
 def note_later_changes(tree: ast.AST) -> dict[str, str]:
-    """Return notes on changes of the model, the tokenizer or the arguments that are not read."""
+    """Return notes on changes of the model, tokenizer or arguments that cannot be converted.
+
+    Returns:
+        Key that identifies the statement -> note.
+    """
     notes = {}
     for node in ast.walk(tree):
         for target, _ in _assigned_attributes(node):
@@ -322,7 +332,10 @@ def note_later_changes(tree: ast.AST) -> dict[str, str]:
 
 
 def _find_created(tree: ast.Module, configs: set[str]) -> dict[ast.AST, dict[str, str]]:
-    """Map each scope to the variables in it that hold a new arguments object -> its class."""
+    """Return scope -> {variable: class} for variables to which a new arguments object is assigned.
+
+    A scope is the module or a function; `configs` are the names of the classes.
+    """
     created: dict[ast.AST, dict[str, str]] = {}
     for scope, node, _ in _walk_statements(tree):
         value = getattr(node, "value", None)
@@ -337,7 +350,10 @@ def _find_created(tree: ast.Module, configs: set[str]) -> dict[ast.AST, dict[str
 def _walk_statements(
     node: Any, scope: ast.AST | None = None, *, is_branch: bool = False
 ) -> Iterator[tuple[ast.AST, ast.stmt, bool]]:
-    """Yield (scope, statement, True if it is in a branch or loop) of each simple statement."""
+    """Yield (scope, statement, is in a branch or loop) for each simple statement.
+
+    The scope is the module or the innermost function. A test of `__name__` is no branch.
+    """
     scope = scope or node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -354,13 +370,19 @@ def _walk_statements(
 
 
 def _assigned_settings(node: ast.AST) -> Iterator[tuple[str, str, ast.expr | None]]:
-    """Yield (attribute, owner, value) of each assignment to an attribute; None: unknown value."""
+    """Yield (attribute, owner as text, value) for each attribute that a statement assigns.
+
+    The value is None if it is not known.
+    """
     for target, value in _assigned_attributes(node):
         yield target.attr, ast.unparse(target.value), value
 
 
 def _assigned_attributes(node: ast.AST) -> Iterator[tuple[ast.Attribute, ast.expr | None]]:
-    """Yield (target, value) of each attribute that a statement assigns, or that `setattr` sets."""
+    """Yield (attribute, value) for each attribute that a statement assigns or sets by `setattr`.
+
+    The value is None if it is not known, as in `a.b += 1`.
+    """
     targets: list[tuple[ast.expr, ast.expr | None]] = []
     if isinstance(node, ast.Assign):
         targets = [(target, node.value) for target in node.targets]
@@ -381,9 +403,9 @@ def _assigned_attributes(node: ast.AST) -> Iterator[tuple[ast.Attribute, ast.exp
 
 
 def _setattr_targets(call: ast.Call) -> list[tuple[ast.expr, ast.expr | None]]:
-    """Return [(attribute, value)] of a call of `setattr`, and [] of other calls.
+    """Return [(attribute, value)] for a call of `setattr`; [] for any other call.
 
-    An attribute whose name is not a literal is called `**`, and its value is None.
+    If the name of the attribute is not a literal, it is called `**`, and the value is None.
     """
     if last_name(call.func) != "setattr" or len(call.args) != 3:
         return []

@@ -9,9 +9,9 @@ _CHANGING_METHODS = {"append", "clear", "extend", "insert", "pop", "remove", "se
 
 
 def find_assignments(tree: ast.AST) -> dict[str, ast.expr]:
-    """Map each name that a script assigns exactly once, by plain assignment, to its expression.
+    """Return name -> expression, for names that a script assigns exactly once.
 
-    A name whose list or mapping the script changes later is not included.
+    Names of parameters, and of lists or mappings that the script changes later, are omitted.
     """
     values: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(tree):
@@ -38,10 +38,17 @@ def _changed_name(node: ast.AST) -> str:
 
 
 def evaluate_literal(node: ast.expr, assignments: dict[str, ast.expr], depth: int = 0) -> Any:
-    """Evaluate an expression that is a literal or a name assigned to one.
+    """Evaluate an expression that is a literal, or a name that is assigned one.
+
+    Attributes of `torch` and `TaskType` give their name, such as "bfloat16".
+
+    Args:
+        node: the expression.
+        assignments: result of `find_assignments`.
+        depth: number of names that were followed so far; more than five are not.
 
     Returns:
-        The value, or `COMPUTED` if only running the script could tell.
+        The value, or `COMPUTED` if it is only known when the script runs.
     """
     if isinstance(node, ast.Name) and node.id in assignments and depth < 5:
         return evaluate_literal(assignments[node.id], assignments, depth + 1)
@@ -54,7 +61,7 @@ def evaluate_literal(node: ast.expr, assignments: dict[str, ast.expr], depth: in
 
 
 def last_name(node: ast.expr) -> str:
-    """Return the last name of `a.b.c`."""
+    """Return `c` for `a.b.c` and `a` for `a`; "" for any other expression."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""

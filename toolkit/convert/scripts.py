@@ -102,13 +102,13 @@ def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str], set[str], b
 
     Returns:
         (settings, notes, trainers, uses_unsloth). `settings` maps names to literal values. `notes`
-        maps each setting that the script computes, and each call that changes its rows, to a note.
-        `trainers` holds the names of the TRL classes that it calls, without the ending `Trainer` or
-        `Config`.
+        maps each setting that the script computes, and each statement that is not converted, to a
+        text. `trainers` holds the names of the TRL classes that it calls, without the ending
+        `Trainer` or `Config`.
 
     Raises:
-        ConfigError: the file is not Python; it trains other adapters than LoRA, a part of the
-            parameters or a separate loss; or its adapters, or all its settings, come from the
+        ConfigError: the file is not Python, or it trains other adapters than LoRA, only a part of
+            the parameters, or its own loss. It is also raised if settings of adapters come from the
             command line.
     """
     try:
@@ -147,7 +147,9 @@ def _read_argument(
     settings: dict[str, Any],
     notes: dict[str, str],
 ) -> None:
-    """Add an argument of a call to `settings`; if it cannot be read, add a reason to `notes`.
+    """Add an argument of a call to `settings`, or a reason to `notes` if it cannot be read.
+
+    Objects such as the model are ignored. If a setting is given twice, the first value is kept.
 
     Args:
         call: the call.
@@ -185,7 +187,7 @@ def _read_later_assignments(
     settings: dict[str, Any],
     notes: dict[str, str],
 ) -> None:
-    """Apply assignments to attributes of the arguments objects, such as `args.max_steps = 10`.
+    """Apply assignments to attributes of arguments objects, such as `args.max_steps = 10`.
 
     Args:
         tree: the script.
@@ -206,7 +208,7 @@ def _read_later_assignments(
 def _find_adapters_and_references(
     tree: ast.AST, calls: list[ast.Call], assignments: dict[str, ast.expr]
 ) -> tuple[int | None, set[str]]:
-    """Find the first line that adds adapters, and the variables of reference models.
+    """Find the first line that adds adapters, and the variables that hold reference models.
 
     Returns:
         (line, variables). The line is None if the script adds no adapters.
@@ -224,7 +226,11 @@ def _find_adapters_and_references(
 
 
 def _note_unread_calls(tree: ast.AST) -> dict[str, str]:
-    """Return notes on trainer classes that are not known, and on parsers of the command line."""
+    """Return notes on unknown trainer classes and on parsers of the command line.
+
+    Returns:
+        Key that identifies the class or parser -> note.
+    """
     notes = {}
     for node in ast.walk(tree):
         name = last_name(node.func) if isinstance(node, ast.Call) else ""
@@ -244,10 +250,10 @@ def _note_unread_calls(tree: ast.AST) -> dict[str, str]:
 def _refuse_unreadable(
     file: Path, tree: ast.AST, calls: list[ast.Call], assignments: dict[str, ast.expr]
 ) -> None:
-    """Raise ConfigError if the script does not contain all settings of what it trains.
+    """Raise ConfigError if the script does not contain all settings of the training.
 
     Examples are adapters other than LoRA, adapters without a LoraConfig in the script, and settings
-    that come from the command line.
+    that come only from the command line.
     """
     names = {last_name(call.func) for call in calls}
     all_calls = {
@@ -292,7 +298,7 @@ def _refuse_unreadable(
 
 
 def _find_model_loads(tree: ast.AST) -> Iterator[Any]:
-    """Yield the calls of `OWNER.from_pretrained` in a script."""
+    """Yield all calls of a method `from_pretrained` in a script."""
     for node in ast.walk(tree):
         func = node.func if isinstance(node, ast.Call) else None
         if isinstance(func, ast.Attribute) and func.attr == "from_pretrained":
@@ -302,7 +308,12 @@ def _find_model_loads(tree: ast.AST) -> Iterator[Any]:
 def _add_unsloth_defaults(
     calls: list[ast.Call], settings: dict[str, Any], notes: dict[str, str]
 ) -> bool:
-    """Add the defaults of Unsloth to `settings`, if the script uses it.
+    """Add Unsloth's defaults to `settings`, and rename its settings, if the script uses Unsloth.
+
+    Args:
+        calls: the calls with settings.
+        settings: setting -> value, which is changed.
+        notes: receives a note if the model is quantised already.
 
     Returns:
         True if the script uses Unsloth.
@@ -330,7 +341,11 @@ def _add_unsloth_defaults(
 
 
 def _note_row_changes(tree: ast.AST) -> dict[str, str]:
-    """Return a note for each call that changes the script's rows or masks parts of them."""
+    """Return a note for each call that changes the script's rows or masks parts of them.
+
+    Returns:
+        Key that identifies the call -> note.
+    """
     notes = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -365,7 +380,7 @@ def _find_calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def _is_model_load(func: ast.expr) -> bool:
-    """Return True if a called function is a model's `from_pretrained`, not a tokenizer's."""
+    """Return True if `func` is the `from_pretrained` of a model class, not of a tokenizer."""
     if not isinstance(func, ast.Attribute) or func.attr != "from_pretrained":
         return False
     owner = last_name(func.value)
@@ -373,14 +388,18 @@ def _is_model_load(func: ast.expr) -> bool:
 
 
 def _is_unsloth_method(func: ast.expr) -> bool:
-    """Return True if a called function is a method of Unsloth's model classes."""
+    """Return True if `func` is a method of one of Unsloth's model classes."""
     return isinstance(func, ast.Attribute) and last_name(func.value) in _UNSLOTH
 
 
 def _find_arguments(
     call: ast.Call, name: str, assignments: dict[str, ast.expr]
 ) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (name of the setting, expression) for each argument of a call to `name`."""
+    """Yield (setting, expression) for each argument of a call to the function `name`.
+
+    Positional arguments and `**` of a known dict get their names. An argument without a known name
+    is called `**` or "argument 2 of NAME".
+    """
     positional: list[str | None] = [_FIRST_ARGUMENTS.get(name)]
     if name in ("DPOTrainer", "KTOTrainer"):
         positional.append("ref_model")

@@ -42,11 +42,11 @@ _PAIR_FUNCTIONS = {
 
 
 def take_sources(keys: Keys, objective: str) -> None:
-    """Convert the data sets and their columns into `data.*` settings of `keys.settings`.
+    """Remove the data sets and their columns from `keys`, and set `data.*` in `keys.settings`.
 
     Args:
-        keys: the keys of the config, from which converted ones are removed.
-        objective: the preference objective; empty for supervised training.
+        keys: the keys of the config.
+        objective: the preference objective; "" for supervised training.
 
     Raises:
         ConfigError: the data sets are not a list.
@@ -87,7 +87,11 @@ def take_sources(keys: Keys, objective: str) -> None:
 def _convert_source(keys: Keys, entry: Any, index: int, objective: str) -> dict[str, Any]:
     """Convert one data set to an entry of `data.sources`; add notes on unconverted keys.
 
-    `index` is the position of the data set in its list, for the notes.
+    Args:
+        keys: the keys of the config, which receive the notes.
+        entry: the data set: its name, or a mapping of its settings.
+        index: its position in the list, for the notes.
+        objective: the preference objective; "" for supervised training.
     """
     entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
     entry = {key: value for key, value in entry.items() if value is not None}
@@ -114,7 +118,7 @@ def _convert_source(keys: Keys, entry: Any, index: int, objective: str) -> dict[
 
 
 def _reason_not_converted(key: str, value: Any) -> str | None:
-    """Explain why a key of a data set is not converted; None if the run does not need it."""
+    """Return why a key of a data set is not converted; None if it can be dropped without a note."""
     kind = str(value).partition(".")[0]
     if key == "type" and kind == "alpaca":
         return "rendered by the chat template, not in Alpaca's own words"
@@ -129,15 +133,14 @@ def _reason_not_converted(key: str, value: Any) -> str | None:
 
 
 def _is_file(name: str) -> bool:
-    """Return True if the name of a data set is a path, by its beginning or its extension."""
+    """Return True if the name of a data set is a path, judged by its beginning or its ending."""
     return name.startswith((".", "/", "~")) or name.endswith(_FILES)
 
 
 def take_columns(entry: dict[str, Any]) -> dict[str, str]:
-    """Remove the names of columns, turn keys and roles from an axolotl data set.
+    """Remove the names of columns, turn keys and roles from `entry`, and return `data.columns`.
 
-    Returns:
-        The value of `data.columns`, without names that the toolkit recognises by itself.
+    `entry` is an axolotl data set. Names that the toolkit recognises anyway are omitted.
     """
     columns = dict[str, str]()
     axolotl_names = {key: entry.pop(key) for key in _ROW_NAMES if key in entry}
@@ -157,10 +160,11 @@ def take_columns(entry: dict[str, Any]) -> dict[str, str]:
 
 
 def take_pair_columns(entry: dict[str, Any], objective: str) -> tuple[dict[str, str], str | None]:
-    """Remove the `type` of an axolotl data set of preference rows, and convert it.
+    """Remove the `type` of an axolotl data set of preference rows from `entry`, and convert it.
 
     Returns:
-        The value of `data.columns`, and a reason if the type is not converted exactly, else None.
+        (`data.columns`, reason). The reason tells why the type is not converted exactly; None if it
+        is.
     """
     row_type = entry.pop("type", None)
     if isinstance(row_type, dict):  # axolotl's user_defined type

@@ -166,5 +166,5 @@ _REASONS = {key: reason for reason, keys in NOT_CONVERTED.items() for key in key
 
 
 def reason_not_converted(key: str) -> str | None:
-    """Look up why a key of another tool is not converted; None if it may be converted."""
+    """Look up why a key of another tool is not converted; None if the key is in no such list."""
     return _REASONS.get(key)

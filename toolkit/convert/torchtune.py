@@ -54,9 +54,10 @@ _WITHOUT_EFFECT = {
 
 
 def translate_torchtune(settings: Mapping[str, Any], command: str = "") -> Translation:
-    """Translate a config of torchtune to the names of Trainer and TRL.
+    """Translate a config of torchtune to the setting names of Trainer and TRL.
 
-    `command` is not used; the components of the config decide.
+    The result includes torchtune's defaults. `command` is not used, because the components of the
+    config show the objective.
 
     Raises:
         ConfigError: the model, the loss or the recipe has no equivalent.
@@ -85,7 +86,10 @@ def translate_torchtune(settings: Mapping[str, Any], command: str = "") -> Trans
 
 
 def _split_component(section: Any) -> tuple[str, dict[str, Any]]:
-    """Split a section into the last name of its `_component_` and a dict of its other settings."""
+    """Split a section into (last name of its `_component_`, its other settings).
+
+    The result is ("", {}) if the section is not a mapping.
+    """
     if not isinstance(section, Mapping):
         return "", {}
     more = {str(key): value for key, value in section.items() if key != "_component_"}
@@ -93,10 +97,10 @@ def _split_component(section: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _translate_objective(keys: Keys, out: dict[str, Any]) -> str:
-    """Translate the loss into `out`.
+    """Move the settings of the loss from `keys` to `out`, and return the objective.
 
     Returns:
-        The objective: `dpo`, or "" for a cross entropy.
+        `dpo`, or "" for a cross entropy.
 
     Raises:
         ConfigError: the loss has no equivalent.
@@ -115,7 +119,7 @@ def _translate_objective(keys: Keys, out: dict[str, Any]) -> str:
 
 
 def _translate_model(keys: Keys, out: dict[str, Any]) -> bool:
-    """Translate the model, its tokenizer and its adapters into `out`.
+    """Move the settings of model, tokenizer and adapters from `keys` to `out`.
 
     Returns:
         True if adapters are trained.
@@ -178,7 +182,7 @@ def _translate_model(keys: Keys, out: dict[str, Any]) -> bool:
 
 
 def _translate_precision(keys: Keys, out: dict[str, Any], adapters: bool) -> None:
-    """Translate the dtype into `out`; without adapters, it is also the dtype of the parameters."""
+    """Move the dtype from `keys` to `bf16` in `out`; without adapters, also to `torch_dtype`."""
     dtype = str(keys.take("dtype")[1] or "bf16")
     if dtype == "fp32":
         out["bf16"] = False
@@ -191,7 +195,7 @@ def _translate_precision(keys: Keys, out: dict[str, Any], adapters: bool) -> Non
 
 
 def _translate_optimizer(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate optimizer, schedule and gradient clipping into `out`."""
+    """Move the settings of optimizer, schedule and gradient clipping from `keys` to `out`."""
     name, more = _split_component(keys.take("optimizer")[1])
     if more.pop("fused", True) is False:
         keys.note("optimizer.fused", "the fused AdamW is used", False)
@@ -213,7 +217,7 @@ def _translate_optimizer(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the data set and its options into `out`.
+    """Move the data set and its options from `keys` to `out`.
 
     Raises:
         ConfigError: there is a list of data sets.
@@ -259,7 +263,7 @@ def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_memory(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate recomputation, offloading, compilation and parallelism into `out`."""
+    """Move the settings of recomputation, offloading, compilation and mesh from `keys` to `out`."""
     out["gradient_checkpointing"] = bool(keys.take("enable_activation_checkpointing")[1])
     if keys.take("enable_activation_offloading")[1]:
         out["activation_offloading"] = True
@@ -281,7 +285,10 @@ def _translate_memory(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_run(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the length of the run and the logger into `out`; note unresolved references."""
+    """Move the length of the run and the logger from `keys` to `out`.
+
+    Keys that refer to other settings with `${...}` are removed with a note.
+    """
     key, most = keys.take("max_steps_per_epoch")
     if most and out["num_train_epochs"] == 1:
         out["max_steps"] = most

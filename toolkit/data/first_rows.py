@@ -30,19 +30,17 @@ _MIN_ROWS_TO_REFUSE = 200
 
 @dataclass
 class RowCheck:
-    """Counts of the rows of a source that were checked."""
+    """Counts of the rows of a source that were encoded as a check."""
 
     counts: Counts = field(default_factory=Counts)
     is_complete: bool = False
     """Whether the source has no other rows."""
 
     def check(self, source: DataSource, sequence_length: int) -> None:
-        """Refuse a source if none of its checked rows can be used.
+        """Raise DataError if none of the checked rows can be used.
 
-        Nothing is refused before all rows or at least 200 rows were checked.
-
-        Raises:
-            DataError: the source is refused; the error lists the reasons and counts.
+        The error lists reasons and counts. Does nothing if fewer than 200 rows were checked and the
+        source has more rows.
         """
         if self.is_complete or self.counts.rows >= _MIN_ROWS_TO_REFUSE:
             no_rows = datasets.Dataset.from_dict({})
@@ -50,10 +48,13 @@ class RowCheck:
 
 
 def check_some_rows(source: DataSource, encoder: Encoder, seconds: float) -> RowCheck:
-    """Encode the first rows of a stream and some rows of other shards, and count them.
+    """Encode the first rows of a source and a few rows of its other shards, and count the results.
+
+    At most `LOOK_ROWS` first rows and 4 MiB are read. Of JSON and CSV files, the last rows are
+    read, too, because they show a truncated copy.
 
     Args:
-        source: the source.
+        source: the source, usually a stream.
         encoder: encodes the rows.
         seconds: time after which no further rows are read.
 
@@ -86,9 +87,9 @@ def check_some_rows(source: DataSource, encoder: Encoder, seconds: float) -> Row
 
 
 def _last_rows(rows: Iterable[dict[str, Any]], end: float) -> list[dict[str, Any]]:
-    """Return the last `SHARD_ROWS` rows of a shard, which a broken copy would truncate.
+    """Return the last `SHARD_ROWS` rows of a shard; [] if reading takes too long.
 
-    Reads the complete shard. Returns [] if that lasts beyond `end`, a time of `time.monotonic`.
+    Reads the complete shard. `end` is the latest time, as given by `time.monotonic`.
     """
     last = deque[dict[str, Any]](maxlen=SHARD_ROWS)
     for number, row in enumerate(rows):
@@ -105,6 +106,6 @@ def _encode_and_count(
     rows: Iterable[dict[str, Any]],
     first: int,
 ) -> None:
-    """Encode rows, of which the first has number `first`, and add them to the counts of `check`."""
+    """Encode rows and add the results to `check.counts`; `first` is the number of the first row."""
     for row in encoder.encode_rows(source, list(rows), first):
         check.counts.add(row)

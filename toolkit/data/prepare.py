@@ -93,8 +93,8 @@ def prepare_data(
 def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     """Report how a run with these settings would read, supervise and pack its data.
 
-    Runs in one process and loads no weights. Streams are read completely, and no evaluation split
-    is taken from them.
+    Runs in one process and loads no weights. Data that the run would stream is read completely, and
+    no evaluation split is taken from it.
 
     Args:
         cfg: settings of the run.
@@ -124,11 +124,12 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
 def build_encoder(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) -> Encoder:
     """Create the encoder of the run's rows, with its tokenizer and chat template.
 
-    If `data.chat_template` or `data.chat_template_kwargs` is set, the resulting template becomes
-    part of the model's assets, so that exports contain it.
+    If `data.chat_template` or `data.chat_template_kwargs` is set, the resulting template is also
+    stored in the tokenizer and in the model's assets, so that exports contain it.
 
     Raises:
-        DataError: `train.eval_prompts` is set without a tokenizer, or there is no chat template.
+        DataError: the tokenizer cannot be loaded or does not fit the embedding,
+            `train.eval_prompts` is set without a tokenizer, or a required chat template is missing.
         ConfigError: the chat template has no variable of `data.chat_template_kwargs`.
     """
     tokenizer = load_tokenizer(model_cfg)
@@ -169,13 +170,16 @@ def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_
     """Read and encode the sources of a run, and build the feed of its micro-batches.
 
     Encoded rows are cached on disk. Call this on one rank first, so that other ranks read the
-    cache.
+    cache. Logs warnings about settings and files.
 
     Args:
         cfg: settings of the run.
         encoder: the encoder of its rows.
         choice: how rows become samples.
         world_size: number of ranks that read different samples.
+
+    Returns:
+        A `StreamFeed` with `data.streaming`, else a `PreparedFeed`.
 
     Raises:
         DataError: a file or a row cannot be used, or a source has no supervised token or no sample.
@@ -258,7 +262,7 @@ def _warn_of_unused_variables(data: DataConfig, sources: Sequence[DataSource]) -
 
 @dataclass(frozen=True)
 class PackingChoice:
-    """The packing of a run with its reason, and whether attention needs a mask for documents."""
+    """The packing of a run with its reason, and how attention separates documents."""
 
     packing: Packing
     """`data.packing`, with `auto` decided."""
@@ -276,10 +280,10 @@ class PackingChoice:
 def choose_packing(
     data: DataConfig, model: PreTrainedModel, rows: int, device: str = "cpu"
 ) -> PackingChoice:
-    """Choose the packing of a run; `data.packing: auto` packs rows if the model supports it.
+    """Choose the packing of a run. `auto` becomes `bfd` if the model supports it, else `none`.
 
     Unless `data.packing` is `none`, this runs packed samples through a tiny copy of the model. That
-    takes 0.1 to 2 seconds for most types. Not collective.
+    takes 0.1 to 2 seconds for most model types. Not collective.
 
     Args:
         data: settings of the data.
@@ -288,7 +292,7 @@ def choose_packing(
         device: type of the device on which the run trains, such as "cuda".
 
     Raises:
-        DataError: `data.packing` is bfd, and the model lets packed samples see each other.
+        DataError: `data.packing` is bfd, but attention of the model does not separate the samples.
     """
     setting = data.packing
     if setting == "none":
@@ -342,17 +346,14 @@ def check_data(data: "TrainingData", metrics: Sequence[Metric] = TOKEN_METRICS) 
 
 
 def _check_evaluations(cfg: Any, sources: list[str], metrics: Sequence[Metric]) -> None:
-    """Raise an error if a setting needs an evaluation or a metric that this run does not have.
+    """Raise ConfigError if a setting needs an evaluation or a metric that this run does not have.
 
     Logs a warning for settings that have no effect without evaluations.
 
     Args:
         cfg: settings of the run.
-        sources: names of the sources that are evaluated on.
+        sources: names of the sources that are evaluated on; empty if there are none.
         metrics: metrics that an evaluation computes.
-
-    Raises:
-        ConfigError: the message names the setting.
     """
     settings = {
         "checkpoint.keep_best": bool(cfg.checkpoint.keep_best),
@@ -401,7 +402,11 @@ class TrainingData:
 
     @property
     def max_steps(self) -> int:
-        """Number of optimizer steps of the run, at the global batch of a resumed checkpoint."""
+        """Number of optimizer steps of the run, counted from its start.
+
+        It is `train.max_steps`, or, if that is -1, the steps of `train.num_train_epochs` at the
+        current global batch. Raises DataError if the data allows fewer steps.
+        """
         train = self.cfg.train
         if train.max_steps == -1:
             return self.feed.steps_for(train.num_train_epochs)
@@ -410,23 +415,26 @@ class TrainingData:
 
     @property
     def fixed_length(self) -> bool:
-        """Whether all samples have the same number of tokens, padding included."""
+        """True if all micro-batches have the same width in tokens, padding included."""
         return self.row_format.has_fixed_width(self.feed.shape.packing)
 
     @property
     def accumulation(self) -> int:
-        """Number of micro-batches of a rank in a step (gradient accumulation)."""
+        """Number of micro-batches of a rank in a step (gradient accumulation).
+
+        Raises DataError if the global batch does not divide over the ranks.
+        """
         size = self.cfg.train.micro_batch
         return accumulation_for(self.position.global_batch, size, self.run.world_size)
 
     @property
     def tokens_per_step(self) -> int:
-        """Mean number of tokens of a global batch, without padding, rounded."""
+        """Mean number of tokens in a global batch, without padding, rounded."""
         return round(self.feed.tokens_of_step())
 
     @cached_property
     def evals(self) -> dict[str, Iterable[Batch]]:
-        """This rank's evaluation micro-batches by source name; empty without evaluation data."""
+        """Source name -> this rank's evaluation micro-batches; {} without evaluation data."""
         train = self.cfg.train
         size = train.per_device_eval_batch_size or train.micro_batch
         return self.feed.evals(self.run, per_device_batch_size=size)
@@ -443,11 +451,10 @@ class TrainingData:
         self.check_steps()
 
     def check_steps(self) -> None:
-        """Raise an error if the steps of the run do not fit its ranks or its data.
+        """Raise DataError if the steps of the run do not fit its ranks or its data.
 
-        Raises:
-            DataError: the global batch does not divide over the ranks, or `max_repeats` ends the
-                data before the last step. The message gives the possible numbers.
+        The global batch must divide over the ranks, and `max_repeats` must not end the data before
+        the last step. The message gives possible numbers.
         """
         # Both properties raise.
         _ = self.accumulation, self.max_steps
@@ -471,9 +478,10 @@ class TrainingData:
         yield from enumerate(read, start=after + 1)
 
     def describe_samples(self, step: int) -> list[str]:
-        """Describe the samples that this rank reads in `step`: source and row numbers from 0.
+        """Describe the samples that this rank reads in `step` (from 1), one text per sample.
 
-        Empty for streams, whose samples are not known in advance.
+        A text has the name of the source and the row numbers from 0. The list is empty for streams,
+        whose samples are not known in advance.
         """
         return self.feed.describe_samples(step - 1, self.run)
 
@@ -502,11 +510,14 @@ class TrainingData:
         return lines
 
     def reading_lines(self) -> list[str]:
-        """Format log lines that count the rows of streams read so far; empty without a stream."""
+        """Format log lines that count the rows of streams read so far; [] if there is no stream."""
         return [f"read       {line}" for line in self.feed.reading_lines()]
 
     def report(self) -> str:
-        """Format the supervision report; empty for documents and for runs without encoded rows."""
+        """Format the supervision report as text.
+
+        Returns "" for documents to pretrain on, and if all sources are streams.
+        """
         has_encoded_rows = isinstance(self.feed, PreparedFeed) or self.feed.eval_sources
         if not has_encoded_rows or self.row_format.is_documents:
             return ""

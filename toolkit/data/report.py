@@ -30,7 +30,7 @@ tokens that the loss covers. `cut_off` counts the truncated tokens, which `token
 def build_supervision_report(
     feed: Feed, tokenizer: Tokenizer | None, samples: int = 2
 ) -> dict[str, Any]:
-    """Count the rows of each source, and the share of their tokens that the loss covers.
+    """Build a report on the rows of each source and on the share of tokens that the loss covers.
 
     Streamed training sources are omitted. Costs a pass over the lengths of the examples.
 
@@ -63,10 +63,10 @@ def build_supervision_report(
 
 
 def _warn_of_labels(entries: list[dict[str, Any]]) -> None:
-    """Add a warning to labelled sources if all their answers together have the same label.
+    """Add a warning to each entry with labels if all answers of all sources have the same label.
 
-    Changes `entries` in place. Pass all training sources together, because one source may have the
-    label that another lacks.
+    Changes `entries` in place. Pass the entries of all training sources, because one source may
+    have the label that another lacks.
     """
     labelled = [entry for entry in entries if "labels" in entry]
     for label, other in (("true", "false"), ("false", "true")):
@@ -80,10 +80,9 @@ def _warn_of_labels(entries: list[dict[str, Any]]) -> None:
 
 
 def check_supervised(source: EncodedSource, sequence_length: int) -> None:
-    """Raise an error if the loss covers no token of a source.
+    """Raise DataError if the loss covers no token of a source.
 
-    Raises:
-        DataError: the message counts the skipped rows by reason.
+    The message counts the skipped rows by reason.
     """
     counts = source.counts
     if counts.supervised:
@@ -137,11 +136,12 @@ def _source_entry(
     """Build the entry of one source in the supervision report, as JSON values.
 
     It has counts of rows and tokens, reasons for skipped rows, a histogram of lengths, warnings,
-    and decoded examples. A source of labelled answers also has its `labels` counted.
+    and decoded examples. For labelled answers, it also has counts of both `labels`.
 
     Args:
         source: the encoded rows.
-        part: counts of the training samples; None if the source is only evaluated on.
+        part: counts of the samples that are trained on; None for a source that is only evaluated
+            on.
         tokenizer: decodes the examples; None: they are shown as token ids.
         samples: number of examples to include.
     """
@@ -190,10 +190,11 @@ def _source_entry(
 
 
 def _count_lengths(lengths: np.ndarray) -> list[list[int]]:
-    """Count lengths in bins that double in size.
+    """Count lengths in bins [0, 0], [1, 1], [2, 3], [4, 7] and so on.
 
     Returns:
-        A list [from, to, count] for each bin, from the first bin with a length to the last one.
+        [smallest length, largest length, count] of each bin, from the first to the last bin that is
+        not empty. Bins between them may have a count of 0.
     """
     # A length from 2^(p-1) to 2^p - 1 has the power p.
     powers = np.frexp(lengths)[1]
@@ -209,10 +210,10 @@ def _decode_example(
     second: int | None,
     desirable: bool | None,
 ) -> list[dict[str, Any]]:
-    """Decode an example into parts of text with `supervised` flags; see `_decode_parts`.
+    """Decode an example to a list of `{"text": str, "supervised": bool}`; see `_decode_parts`.
 
-    For a pair, unsupervised headings name the chosen and the rejected side. For a labelled answer,
-    a heading gives its label, and the second answer, with which it is compared, is omitted.
+    For a pair, headings name the chosen and the rejected side. For a labelled answer, a heading
+    gives its label, and the answer with which it is compared is omitted.
 
     Args:
         ids: token ids of the example.
@@ -261,9 +262,9 @@ def _decode_parts(
 
 
 def _decode_part(ids: list[int], begin: int, end: int, tokenizer: Tokenizer | None) -> str:
-    """Decode tokens `begin` to `end` (excluded) as they read after the tokens before them.
+    """Decode tokens [begin, end) as they read after the tokens before them.
 
-    Without a tokenizer, the result lists the token ids.
+    The text of a token may depend on earlier tokens. Without a tokenizer, the result lists the ids.
     """
     if tokenizer is None:
         return "".join(f"{token} " for token in ids[begin:end])

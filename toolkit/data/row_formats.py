@@ -29,49 +29,49 @@ _SAMPLE_FIELDS = ("input_ids", "labels", "used", "position_ids", "sequences", "e
 
 
 def one_text(example: Example) -> Sequence[Example]:
-    """Return `[example]`. For row formats with one text per row."""
+    """Return `[example]`: the `RowFormat.texts` of formats that tokenise a row as one text."""
     return [example]
 
 
 def take_only_example(
     example: Example, encoded: Sequence[EncodedExample], cfg: DataConfig
 ) -> EncodedRow:
-    """Return `encoded[0]`. For row formats with one text per row."""
+    """Return `encoded[0]`: the `RowFormat.encode` of formats that tokenise a row as one text."""
     return encoded[0]
 
 
 @dataclass(frozen=True, eq=False)
 class RowFormat:
-    """How rows of one kind are recognised, parsed and encoded, and what micro-batches hold of them.
+    """How rows of one kind are recognised, parsed and encoded, and which values reach the batches.
 
     Functions are called in this order: `recognise` once for each source, with its first rows; then
-    for every row `parse`, `texts` and `encode`. Their values are pickled for worker processes, so
-    they must be functions of a module.
+    for every row `parse`, `texts` and `encode`. They must be functions of a module, because they
+    are pickled for worker processes.
 
     Args:
-        name: what `RunConfig.rows` returns for runs of such rows.
+        name: the value of `RunConfig.rows` that selects this format.
         title: description for messages, in the plural.
         recognise: determines which columns mean what, from the first rows of a source. Raises
-            BadRow if the rows are of another kind.
+            BadRow if the rows have another format.
         parse: reads one row. Raises BadRow if it cannot be used.
         standard_names: names of columns that `data.columns` may map.
         candidate_names: further columns that `recognise` looks at.
         texts: lists the examples of a parsed row that are tokenised separately, such as the two
             sides of a pair.
         encode: joins the encoded texts of a parsed row into one row, with the values of `columns`.
-            A row of which a text cannot be encoded is skipped before.
+            It is not called for a row with a text that cannot be encoded.
         columns: values that accompany each row into micro-batches. See [Note: columns] in
             `samples/columns.py`.
-        sequences_per_row: 0 if micro-batches need not tell rows apart (a loss of tokens); 1 or 2 if
-            a loss of sequences needs the positions of each row, or of both sides of a pair.
-        is_chat: whether a chat template and end-of-turn tokens may apply.
-        is_documents: whether rows are documents to pretrain on: every token is supervised, and a
+        sequences_per_row: 0 if the loss is computed from single tokens; 1 or 2 if it needs the
+            positions of each row, or of both sides of a pair.
+        is_chat: True if a chat template and end-of-turn tokens may apply.
+        is_documents: True if rows are documents to pretrain on: every token is supervised, and a
             row may be empty.
-        compares_rows: whether each row is encoded with the answer of another row, which gets no
+        compares_rows: True if each row is encoded with the answer of another row, which gets no
             gradient; micro-batches then hold the two in separate halves (`Batch.halves`).
-        reads_text_files: whether a plain text file is a source of such rows.
-        built_in_rows: rows, and their layout, to use if no source is configured; None: a source is
-            required. Documents use text files instead.
+        reads_text_files: True if a plain text file can be a source.
+        built_in_rows: returns rows and their layout to use if no source is configured; None: a
+            source is required. Documents use text files instead.
     """
 
     name: str
@@ -98,31 +98,31 @@ class RowFormat:
             )
 
     def has_fixed_width(self, packing: str) -> bool:
-        """Return True if all micro-batches have one width, so that layers compile only once.
+        """Return True if all micro-batches have the same number of tokens per row.
 
-        Padded rows are as wide as the longest of them. The halves of a micro-batch are as wide as
-        their fullest row.
+        Then layers compile only once. The width varies if rows are padded (packing `none`), and in
+        formats that compare rows, whose halves are as wide as their fullest row.
         """
         return packing != "none" and not self.compares_rows
 
 
 def _recognise_documents(rows: Sequence[Row], names: NameMapping) -> Layout:
-    """Recognise the layout of documents; a `RowFormat.recognise`."""
+    """Recognise the layout of documents; the `RowFormat.recognise` of this format."""
     return recognise.recognise_documents(rows, text="text" in names.columns)
 
 
 def _recognise_examples(rows: Sequence[Row], names: NameMapping) -> Layout:
-    """Recognise the layout of examples; a `RowFormat.recognise`."""
+    """Recognise the layout of examples; the `RowFormat.recognise` of this format."""
     return recognise.recognise_layout(rows, text="text" in names.columns, names=names.columns)
 
 
 def _built_in_conversations() -> tuple[datasets.Dataset, Layout]:
-    """Return the built-in conversations and their layout."""
+    """Build or load the built-in conversations; return them with their layout."""
     return instructions.build_conversations(), Layout("messages", ("messages",))
 
 
 def _built_in_pairs() -> tuple[datasets.Dataset, Layout]:
-    """Return the built-in pairs of answers and their layout."""
+    """Build or load the built-in pairs of answers; return them with their layout."""
     return instructions.build_preferences(), Layout("pairs", preferences.SIDES, prompt=("prompt",))
 
 
@@ -200,7 +200,7 @@ _FORMATS = {row_format.name: row_format for row_format in (DOCUMENTS, EXAMPLES, 
 
 
 def register_row_format(row_format: RowFormat) -> RowFormat:
-    """Make a row format known by its name, so that a config class can name it; return it.
+    """Add a row format to those that a config class can name; return it unchanged.
 
     Raises:
         ConfigError: another row format has this name.

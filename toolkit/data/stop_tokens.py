@@ -22,12 +22,13 @@ _MIN_SHARE = 0.5
 
 
 def find_stop_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
-    """Find special tokens that end at least half of the answers in a source's first 64 rows.
+    """Find the special tokens that usually end the answers in the data.
 
-    Streamed training sources are ignored.
+    For each source, it is the most frequent last token of the answers in the first 64 rows. It must
+    be a special token and end at least half of them. Streamed training sources are ignored.
 
     Returns:
-        The token ids, ascending; at most one for each source.
+        The token ids, ascending, without repeats; empty if there are none.
     """
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     sources = [*feed.eval_sources, *(feed.sources if isinstance(feed, PreparedFeed) else ())]
@@ -47,11 +48,11 @@ def find_stop_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
 def add_stop_tokens(model: PreTrainedModel, stop_ids: list[int], tokenizer: Tokenizer) -> str:
     """Add `stop_ids` to the end-of-sequence ids at which the model stops generating.
 
-    Changes the model's generation config, and its file in the model's assets, which exports
+    Changes the generation config of the model, and the file in the model's assets that exports
     contain.
 
     Returns:
-        A log line; empty if the model already stops at all of these ids.
+        A log line; "" if the model already stops at all of these ids.
     """
     files = assets_of(model).files
     content = parse_json(files[_FILE], _FILE, ModelError) if _FILE in files else {}
@@ -70,9 +71,9 @@ def add_stop_tokens(model: PreTrainedModel, stop_ids: list[int], tokenizer: Toke
 
 
 def set_reward_position(model: PreTrainedModel, tokenizer: Tokenizer) -> str:
-    """Set `pad_token_id`, so that a reward model reads the reward at the last token before padding.
+    """Set `pad_token_id` of a reward model and of its exports to the pad id of the tokenizer.
 
-    Changes the model and its assets, which exports contain.
+    The model reads the reward at the last token that is not this one.
 
     Returns:
         A log line.

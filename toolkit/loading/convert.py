@@ -52,7 +52,7 @@ _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # turns off the loader's threads
 
 @dataclass(frozen=True)
 class LoadGroup:
-    """Checkpoint tensors that are loaded together, and the parameters that are built from them."""
+    """Checkpoint tensors that must be loaded together, and the parameters built from them."""
 
     keys: tuple[str, ...]
     parameter: str  # the first of several; unexpected if the model does not have it
@@ -61,14 +61,14 @@ class LoadGroup:
 
     @property
     def converted(self) -> bool:
-        """True if conversions compute the parameters; False if one tensor is copied."""
+        """True if conversions compute the parameter; False if it is a copy of the only tensor."""
         return self.operations is not None
 
 
 def plan_load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
     """Group checkpoint tensors by the parameters that transformers builds from them.
 
-    Reads no tensors.
+    A tensor without a conversion is a group by itself. Reads no tensors.
 
     Args:
         model: a model with assets.
@@ -91,13 +91,13 @@ def load_group(
 ) -> dict[str, torch.Tensor]:
     """Read one group of tensors and build its parameters on the CPU, in the stored dtype.
 
-    If the tensors have several dtypes, the result has the promoted one. Tensors that are stored
+    If the stored dtypes differ, the result has their promoted dtype. Tensors that are stored
     quantised become float32.
 
     Args:
         model: an unsharded model on meta. Its parameters may change dtype, but stay on meta.
         group: the tensors to load.
-        entries: tensor name -> its location.
+        entries: tensor name -> location in the files.
 
     Returns:
         Parameter name -> value.
@@ -126,9 +126,10 @@ def load_group(
 
 
 def build_base_reader(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
-    """Build a copy of a model on meta with which `load_group` reads the weights in `folder`.
+    """Build a model on meta that `load_group` can use to read the weights in `folder`.
 
-    The copy has the folder's key conversions, and can read weights that are stored quantised.
+    It is a copy of `like` that converts keys and dequantises as the checkpoint in `folder`
+    requires.
 
     Args:
         folder: the checkpoint folder.
@@ -147,7 +148,9 @@ def build_base_reader(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
 def run_loader(
     model: PreTrainedModel, sources: dict[str, Any], home: torch.device, *, bar: bool = False
 ) -> Any:
-    """Load tensors into `model` with transformers' loader, which replaces the parameters.
+    """Load tensors into `model` with transformers' loader, which creates new parameters.
+
+    On a sharded model, each rank reads only its slices.
 
     Args:
         model: the model, sharded or not.
@@ -191,8 +194,8 @@ def run_loader(
 def tie_and_filter_keys(model: PreTrainedModel, info: Any) -> None:
     """Tie the weights of `model`, and remove acceptable keys from a loading report, in place.
 
-    Acceptable keys are those that transformers ignores, tied names, parameters that are initialised
-    at random, and unexpected tensors from `find_carried_keys`.
+    Acceptable are keys that transformers ignores, missing names of tied parameters or of parameters
+    that are initialised at random, and the unexpected tensors of `find_carried_keys`.
 
     Args:
         model: the model.
@@ -208,10 +211,10 @@ def tie_and_filter_keys(model: PreTrainedModel, info: Any) -> None:
 
 
 def find_carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[str]:
-    """Find the unexpected tensors that are valid parts of the checkpoint, but not of `model`.
+    """Return those unexpected tensors that exports copy from the source checkpoint.
 
-    They are modules for images or sound if `model` is the text part of a checkpoint, and layers for
-    multi-token prediction. Exports copy them from the source.
+    They are layers for multi-token prediction, and modules for images or sound if `model` is the
+    text part of a checkpoint. Both are valid parts of a checkpoint that the model does not have.
     """
     assets = assets_of(model)
     names = list(unexpected)
@@ -231,9 +234,9 @@ def find_carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[
 
 
 def _is_of_multi_token_layer(model: PreTrainedModel, name: str) -> bool:
-    """Return True if a tensor is in a layer for multi-token prediction, after the decoder layers.
+    """Return True if tensor `name` is in a layer for multi-token prediction.
 
-    The config has the number of such layers (DeepSeek-V3, GLM-4.5).
+    Such layers follow the decoder layers; the config has their number (DeepSeek-V3, GLM-4.5).
     """
     settings = dict(nested_items(assets_of(model).config))
     more = next((settings[k] for k in NEXT_TOKEN_LAYERS if isinstance(settings.get(k), int)), 0)
@@ -264,10 +267,10 @@ def format_problems(problems: dict[str, list[str]]) -> str:
 
 
 def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
-    """Find the tensors that each rank must read completely and convert before it takes its slice.
+    """Return the groups that each rank must read completely and convert before it slices.
 
-    They are tensors whose conversion does not commute with slicing, and tensors that are quantised
-    to 4 bits. See [Note: slicing before conversion].
+    Their conversion does not commute with slicing, or they are quantised to 4 bits. See [Note:
+    slicing before conversion]. The list is empty if the model is neither sharded nor in 4 bits.
     """
     state = model.state_dict(keep_vars=True)
     packed = packed_weights(model)
@@ -325,10 +328,11 @@ def convert_then_slice(
     Args:
         model: the sharded model.
         groups: the groups to convert.
-        sources: tensor name -> tensor.
+        sources: tensor name -> tensor, or an object that reads it.
         device: device on which 4-bit weights are quantised.
         home: device of the slices.
-        info: transformers' loading report, which is updated.
+        info: transformers' loading report. Problems are added to it, and loaded parameters are no
+            longer listed as missing.
     """
     live = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
     packed = packed_weights(model)
@@ -359,10 +363,9 @@ def convert_then_slice(
 
 
 def _take_loaded_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Move all tensors that are not on meta out of `model`, and leave empty meta tensors.
+    """Return name -> tensor for all tensors of `model` that are not on meta.
 
-    Returns:
-        Name -> tensor.
+    They are replaced by empty tensors on meta in the model.
     """
     tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
     for name, tensor in tensors.items():

@@ -49,14 +49,14 @@ def init_weights(
 
     The values depend only on `seed` and the names of modules, not on the number of ranks. Every
     rank draws the values of every module on the host, one module at a time, and keeps its rows.
-    (DTensor's own random operators repeat values on a CPU mesh.) Adapters start as in
-    `load_pretrained`.
+    (DTensor's own random operators repeat values on a CPU mesh.) Adapters get the same first values
+    as in `load_pretrained`.
 
     Args:
         model: on meta, sharded or not.
         device: device of the run.
         seed: seed of the values.
-        home: device of the parameters, if it is not `device` (`Sharded.home`).
+        home: device of the parameters (`Sharded.home`); None: `device`.
 
     Raises:
         LoadingError: the values of a module cannot be drawn without those of others.
@@ -71,10 +71,12 @@ def init_weights(
 def materialise(
     model: PreTrainedModel, device: torch.device | str, home: torch.device | None = None
 ) -> None:
-    """Allocate the shards of `model` without values, and compute its buffers. Collective.
+    """Allocate the parameters of `model` uninitialised, and compute its buffers. Collective.
+
+    Call it before a checkpoint is restored into the model.
 
     Raises:
-        LoadingError: the model has adapters; their checkpoints do not hold the base.
+        LoadingError: the model has adapters, whose checkpoints do not hold the base.
     """
     if has_adapters(model):
         raise LoadingError(
@@ -88,9 +90,9 @@ def materialise(
 def _fill_model(
     model: PreTrainedModel, device: torch.device, home: torch.device | None, seed: int | None
 ) -> None:
-    """Compute all buffers, allocate all parameters, and draw their values if `seed` is not None.
+    """Compute all buffers and allocate all parameters. Collective.
 
-    Collective.
+    If `seed` is None, the parameters are uninitialised; else their initial values are drawn.
     """
     fill_tensors(model, home or device, tied_families(model), dict(model.named_buffers()), seed)
     model.tie_weights()
@@ -104,13 +106,13 @@ def fill_tensors(
     buffers: Iterable[str],
     seed: int | None,
 ) -> None:
-    """Compute some buffers, and allocate some parameters on `home`, in place.
+    """Compute some buffers of `model`, and allocate some of its parameters on `home`, in place.
 
     Args:
         model: sharded or not.
         home: device of the parameters.
         parameters: names of parameters to allocate.
-        buffers: names of buffers to compute.
+        buffers: names of buffers to compute, which stay on the CPU.
         seed: seed of the parameters' values; None leaves them uninitialised.
     """
     built = build_with_buffers(model)
@@ -131,7 +133,10 @@ def fill_tensors(
 def init_adapters(
     model: nn.Module, device: torch.device, home: torch.device | None, seed: int
 ) -> None:
-    """Set the first values of the adapters of `model`. Does nothing without adapters. Collective.
+    """Set the first values of the adapters of `model`, and move all tensors to their devices.
+
+    Trained copies (`modules_to_save`) start as their originals. Does nothing without adapters.
+    Collective.
 
     Args:
         model: the model; its base is loaded.
@@ -154,7 +159,9 @@ def init_adapters(
 
 
 def finish_placement(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers and all unsharded parameters to `device`; CPU offload covers shards only.
+    """Check that all tensors have values, and move all except sharded parameters to `device`.
+
+    Sharded parameters stay on their device, which may be the CPU (offloading).
 
     Raises:
         LoadingError: a tensor is still on meta, or two tied parameters are no longer the same.
@@ -189,7 +196,8 @@ def place_parameter(
         model: the model.
         names: all names of the parameter.
         part: this rank's part; it is cast to the dtype of `reference`.
-        reference: the present parameter or buffer, which gives sharding, dtype and `requires_grad`.
+        reference: the parameter or buffer to replace, which gives sharding, dtype and
+            `requires_grad`.
     """
     value: torch.Tensor = part.to(reference.dtype)
     if isinstance(reference, DTensor):
@@ -213,14 +221,15 @@ _DRAWN = "_is_hf_initialized"  # transformers does not initialise parameters wit
 def build_with_buffers(
     model: PreTrainedModel, seed: int = 0, in_memory: Iterable[tuple[type, str]] = ()
 ) -> PreTrainedModel:
-    """Build `model` again, unsharded and in fp32, with buffers on the CPU and parameters on meta.
+    """Build the architecture of `model` again in fp32, with values only in its buffers.
 
-    `from_pretrained` also computes buffers in fp32 and rounds them once.
+    The result is unsharded, with buffers on the CPU and parameters on meta. `from_pretrained` also
+    computes buffers in fp32 and rounds them once.
 
     Args:
         model: sharded or not.
         seed: seed of values that constructors draw.
-        in_memory: (module class, parameter name) of parameters that are built with values.
+        in_memory: (module class, parameter name) of parameters that also get values.
 
     Raises:
         LoadingError: the architecture cannot be built again.
@@ -242,7 +251,7 @@ def build_with_buffers(
 def draw_values(
     model: PreTrainedModel, built: PreTrainedModel, names: Iterable[str], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, initial value) of parameters: full tensors in fp32 on the CPU.
+    """Draw the initial values of parameters; yield (name, full fp32 tensor on the CPU).
 
     Holds the parameters of one module in memory at a time.
 
@@ -253,7 +262,7 @@ def draw_values(
         seed: seed of the run.
 
     Raises:
-        LoadingError: the architecture does not set a parameter, or not without other modules.
+        LoadingError: the architecture does not set a parameter, or needs other modules for that.
     """
     modules: dict[str, dict[str, str]] = {}  # module -> leaf -> requested name
     for name in names:
@@ -285,13 +294,19 @@ def draw_values(
 def _draw_module_parameters(
     built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int
 ) -> Tensors:
-    """Draw initial values of some parameters of one module; values that no code sets are NaN.
+    """Draw initial values of some parameters of one module with transformers' `_init_weights`.
 
     Args:
         built: result of `build_with_buffers`; it is unchanged afterwards.
         path: name of the module.
         leaves: names of the parameters within the module.
         seed: seed of the run.
+
+    Returns:
+        Name within the module -> value. Elements that no code sets are NaN, or 0 for integers.
+
+    Raises:
+        LoadingError: `_init_weights` fails.
     """
     from transformers.initialization import guard_torch_init_functions
 
@@ -317,7 +332,10 @@ def _draw_module_parameters(
 
 
 def _nan_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Create a CPU parameter of NaN (0 for integers), with the Python attributes of `parameter`."""
+    """Create a parameter like `parameter` on the CPU, filled with NaN, or 0 for integers.
+
+    Its Python attributes are copied.
+    """
     fill = float("nan") if parameter.is_floating_point() else 0
     unwritten_parameter = nn.Parameter(
         torch.full_like(parameter, fill, device="cpu"), parameter.requires_grad
@@ -328,7 +346,7 @@ def _nan_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _no_value_error(model: nn.Module, name: str, why: str) -> LoadingError:
-    """Build the exception for a parameter or module whose initial values cannot be drawn."""
+    """Create the error for a parameter or module whose initial values cannot be drawn."""
     return LoadingError(
         f"the first values of {name} of {type(model).__name__} cannot be drawn ({why}); save a "
         "random start with transformers and load that"
@@ -337,7 +355,7 @@ def _no_value_error(model: nn.Module, name: str, why: str) -> LoadingError:
 
 @contextlib.contextmanager
 def _construct_parameters_on_meta(exceptions: set[tuple[type, str]]) -> Iterator[None]:
-    """Within the context, put the parameters of all new modules on meta, except for some.
+    """Within the context, replace the parameters of new modules by empty ones on meta.
 
     Args:
         exceptions: (module class, parameter name) of parameters that keep their values.

@@ -37,7 +37,7 @@ from toolkit.tables import size_text
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Statistics of loading a checkpoint, as seen by one rank."""
+    """Statistics of loading a checkpoint on one rank."""
 
     tensors: int  # tensors in the checkpoint
     file_bytes: int  # bytes of those tensors
@@ -55,7 +55,7 @@ def load_or_init(
     empty: bool = False,
     say: Callable[[str], object] = ranks.log_once,
 ) -> None:
-    """Give a sharded model on meta its first values: load or draw them. Collective.
+    """Load or draw the first values of a sharded model on meta. Collective.
 
     Logs the source of the weights.
 
@@ -64,8 +64,8 @@ def load_or_init(
         cfg: name and revision of the weights, and whether they are drawn at random.
         device: device of the run.
         seed: seed of random weights and of new adapters.
-        empty: True if a checkpoint of the run is restored next. Then weights are only allocated,
-            except for a base under adapters, which run checkpoints do not hold.
+        empty: True if a checkpoint of the run is restored next. Then weights are only allocated. A
+            base under adapters is loaded even then, because checkpoints do not hold it.
         say: function that logs a line on one rank.
     """
     model = sharded.model
@@ -101,9 +101,9 @@ def load_pretrained(
 ) -> LoadReport:
     """Load a Hugging Face checkpoint into `model`, and initialise its adapters. Collective.
 
-    Every rank reads only its slices of each tensor, cast to the parameter's storage dtype. In
-    addition to the shards, memory holds at most the largest tensor. If there are adapters, the base
-    is loaded.
+    If the model has adapters, the checkpoint is loaded into the base. Every rank reads only its
+    slices of each tensor, cast to the parameter's storage dtype. In addition to the shards, memory
+    holds at most the largest tensor.
 
     Args:
         model: from `build_on_meta` or `add_adapters`, sharded or not.
@@ -111,14 +111,17 @@ def load_pretrained(
         device: device of the run.
         seed: seed of parameters that the checkpoint lacks: the head of a new reward model, and
             adapters. They are the same for any number of ranks.
-        home: device of the parameters, if it is not `device` (`Sharded.home`).
+        home: device of the parameters (`Sharded.home`); None: `device`.
         prove: read the files a second time and compare them with memory; see [Note: proof of a
             load].
 
+    Returns:
+        Statistics of this rank.
+
     Raises:
-        LoadingError: on every rank, with the names of the tensors: keys are missing or unexpected,
-            shapes differ, a file is damaged, a parameter is still on meta, values differ from those
-            in the files, or trained parameters hold NaN or infinity.
+        LoadingError: keys are missing or unexpected, shapes differ, or a file is damaged. It is
+            also raised if values differ from those in the files, or if trained parameters hold NaN
+            or infinity. All ranks raise it, and the message names the tensors.
     """
     begun = time.perf_counter()
     target = torch.device(device)
@@ -150,10 +153,11 @@ def load_pretrained(
 
 @ranks.collective
 def check_weights_fit(model: nn.Module, cfg: ModelConfig) -> None:
-    """Raise unless the checkpoint of `cfg` fits `model`, judged by the file headers. Collective.
+    """Raise LoadingError unless the checkpoint of `cfg` fits `model`. Collective.
 
-    Simulates the load on a meta copy of `model`, which must not be sharded yet. Also logs which
-    parts of the checkpoint are not loaded. Does nothing for random weights.
+    Reads only the headers of the files, and simulates the load on a copy of `model`, which must be
+    on meta and not sharded. Also logs which parts of the checkpoint are not loaded. Does nothing
+    for random weights.
 
     Raises:
         LoadingError: tensors are missing, unexpected or of another shape, or a file is damaged.
@@ -170,9 +174,9 @@ def check_weights_fit(model: nn.Module, cfg: ModelConfig) -> None:
 
 
 def _read_entries(model: PreTrainedModel, files: list[Path]) -> dict[str, formats.StoredTensor]:
-    """Read the headers of the weight files, without the tensors that `model` skips.
+    """Read the headers of the weight files; return tensor name -> location.
 
-    A reward model that is built from a causal LM skips that model's head.
+    The head of a causal LM is omitted if `model` is a reward model that does not load it.
     """
     assets = formats.assets_of(model)
     skipped = {part for key in assets.head_left_out for part in assets.stored.get(key, (key,))}
@@ -185,9 +189,9 @@ def _log_unloaded_parts(
     cfg: ModelConfig,
     entries: dict[str, formats.StoredTensor],
 ) -> None:
-    """Log which parts of the checkpoint are not loaded or are loaded in another form.
+    """Log which parts of the checkpoint are skipped, converted, or only copied to exports.
 
-    Also records in the assets the source of the tensors that exports copy.
+    If exports copy tensors, sets `origin` in the assets of rank 0 to their source.
     """
     assets = formats.assets_of(model)
     if assets.drawn:
@@ -227,7 +231,7 @@ def _log_unloaded_parts(
 def find_load_problems(
     model: PreTrainedModel, entries: dict[str, formats.StoredTensor]
 ) -> dict[str, list[str]]:
-    """Simulate a load on meta, and return why transformers could not load the tensors into `model`.
+    """Simulate a load on meta, and return the reasons why it would fail.
 
     Args:
         model: on meta and not sharded; it is not changed.
@@ -235,7 +239,7 @@ def find_load_problems(
 
     Returns:
         Description of the problem -> names of its tensors. {} if there are none, or if a conversion
-        needs values.
+        needs values and can only be checked by the load itself.
     """
     meta = torch.device("meta")
     sources = {}
@@ -264,6 +268,9 @@ def _read_slices(
     Returns:
         (transformers' loading report, (number of tensors in the checkpoint, their bytes, bytes that
         this rank requested)).
+
+    Raises:
+        LoadingError: a shape in the file headers differs from that of the model.
     """
     entries = _read_entries(model, formats.weight_files(folder, path))
     _check_shapes(model, entries)
@@ -302,6 +309,8 @@ def _finish_load(
 ) -> None:
     """Tie weights, fill missing tensors, and move all to their devices. Collective.
 
+    Also restores `requires_grad`, since the loader creates new parameters.
+
     Args:
         model: the model, after `_read_slices`.
         device: device of the run.
@@ -329,7 +338,7 @@ def _finish_load(
 def _raise_problems(
     model: PreTrainedModel, folder: Path, problems_by_kind: dict[str, list[str]]
 ) -> None:
-    """Raise a LoadingError that lists the problems from `key_problems`, if there are any."""
+    """Raise a LoadingError that lists the problems, as `key_problems` returns them, if any."""
     if problems_by_kind:
         raise LoadingError(
             f"{folder} does not fit {model_class_name(model)} as its config.json describes it: "
@@ -355,7 +364,10 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.StoredTenso
 
 
 def _resized_rows(model: PreTrainedModel, name: str, entry: formats.StoredTensor) -> int | None:
-    """Return the number of rows that `resize_embeddings` gave a tensor; None if unchanged."""
+    """Return the number of rows to which `resize_embeddings` has changed a stored tensor.
+
+    Returns None if the tensor is not resized.
+    """
     before = formats.assets_of(model).resized
     if not entry.shape or entry.shape[0] not in before.values():
         return None

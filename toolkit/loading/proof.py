@@ -41,16 +41,19 @@ _MOVES = {
 
 
 def untied_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return all parameters and persistent buffers by name; a tied parameter appears once."""
+    """Return name -> tensor for all parameters and persistent buffers; tied ones appear once."""
     aliases = tied_names(model)
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if name not in aliases}
 
 
 def compute_base_sums(model: PreTrainedModel) -> dict[str, int]:
-    """Compute the row sum of every tensor of a loaded base model. Collective.
+    """Compute a checksum (row sum) of every tensor of a loaded base model. Collective.
 
-    Run checkpoints record them, and a resume compares them. See [Note: proof of a load].
+    Checkpoints of the run store the result, and a resume compares it. See [Note: proof of a load].
+
+    Returns:
+        Name -> checksum; {} if the process group is simulated.
 
     Raises:
         LoadingError: the replicas of a tensor on different ranks are not equal.
@@ -64,9 +67,9 @@ def compute_base_sums(model: PreTrainedModel) -> dict[str, int]:
 
 
 def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTensor]) -> str:
-    """Compare the checksums of a loaded model with those of its files. Collective.
+    """Compare checksums of a loaded model with those of its files. Collective.
 
-    The ranks divide the files among themselves. See [Note: proof of a load].
+    Each rank reads a share of the files. See [Note: proof of a load].
 
     Args:
         model: loaded, without adapters.
@@ -76,7 +79,7 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
         A log line about the result; "" if the process group is simulated.
 
     Raises:
-        LoadingError: tensors differ; the error names them.
+        LoadingError: tensors differ; the message names them.
     """
     begun = time.perf_counter()
     tensors = untied_tensors(model)
@@ -125,9 +128,9 @@ def _drop_cast_nan(
     entries: Mapping[str, formats.StoredTensor],
     tensors: Mapping[str, torch.Tensor],
 ) -> list[str]:
-    """Remove the tensors that were cast and hold NaN from a list of differing tensors. Collective.
+    """Remove tensors that hold NaN and were cast from a list of differing tensors. Collective.
 
-    A cast may produce different bits of NaN in file and memory, which is no damage. `check_finite`
+    A cast may produce different bits of NaN in file and memory, which is not damage. `check_finite`
     reports NaN.
 
     Args:
@@ -135,6 +138,9 @@ def _drop_cast_nan(
         groups: parameter name -> the stored tensors that it is loaded from.
         entries: stored tensor name -> location.
         tensors: parameter name -> loaded tensor.
+
+    Returns:
+        The remaining names.
     """
 
     def is_cast_nan(name: str) -> bool:
@@ -147,7 +153,7 @@ def _drop_cast_nan(
 
 
 def check_finite(model: nn.Module, path: str) -> None:
-    """Raise a LoadingError if a trained parameter holds NaN or infinity on any rank. Collective.
+    """Raise LoadingError if a trained parameter has NaN or infinity on any rank. Collective.
 
     Logs a warning for frozen parameters instead. Reads every local part once.
 
@@ -185,7 +191,7 @@ def check_finite(model: nn.Module, path: str) -> None:
 
 
 def _format_first_names(names: list[str]) -> str:
-    """Format the first three names, and how many more there are."""
+    """Format the first three names and the number of further ones."""
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
@@ -206,8 +212,9 @@ def _find_comparable(
     """Find the parameters whose values in memory can be compared with the files.
 
     Returns:
-        (parameters that are copied from a stored tensor, parameters whose elements a load only
-        rearranges, number of all other tensors). The first two map a name to its load group.
+        (copied, moved, number of all other tensors). `copied` has the parameters that are copied
+        from one stored tensor, `moved` those whose elements a load only rearranges. Both map a name
+        to its load group.
     """
     assets = formats.assets_of(model)
     packed = packed_weights(model)
@@ -252,13 +259,13 @@ def _checksum_in_files(
     *,
     in_rows: bool,
 ) -> int:
-    """Read the stored tensors of a group, cast them, and compute their checksum.
+    """Read the stored tensors of a group, cast them, and compute their common checksum.
 
     Args:
         group: the tensors.
         entries: tensor name -> location.
-        dtype: the parameter's dtype.
-        in_rows: compute the row sum, which depends on the order of the rows. If False, compute the
+        dtype: the parameter's dtype, to which floats are cast.
+        in_rows: compute the row sum, which depends on the order of the rows. If False, compute a
             sum that ignores the order of elements. See [Note: bit sums].
     """
     total = 0
@@ -271,7 +278,10 @@ def _checksum_in_files(
 def _read_cast_blocks(
     entry: formats.StoredTensor, dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (index of the first row, rows) of a stored tensor, with floats cast to `dtype`."""
+    """Yield (index of the first row, rows) of a stored tensor, block by block.
+
+    Floats are cast to `dtype`; integers keep their dtype.
+    """
     kind = dtype if entry.dtype.is_floating_point else entry.dtype
     for first, rows in formats.read_blocks(entry, kind.itemsize):
         yield first, (rows if len(entry.shape) > 1 else rows.reshape(-1, 1)).to(kind)

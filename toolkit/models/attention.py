@@ -55,7 +55,7 @@ _IDLE = frozenset(
 
 
 def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Compute the borders of the documents in a micro-batch, as arguments of the model's forward.
+    """Compute the offsets at which the documents of a micro-batch begin, as forward arguments.
 
     Reads tensor values, so call it while the batch is on the CPU.
 
@@ -64,8 +64,8 @@ def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
             with each document. Without `position_ids`, each row is one document.
 
     Returns:
-        `cu_seq_lens_q` and `cu_seq_lens_k`: int32 [documents + 1], offsets in the flattened batch.
-        `max_length_q` and `max_length_k`: int, tokens of the longest document.
+        A dict with `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [documents + 1], offsets in the
+        flattened batch; and `max_length_q` and `max_length_k`, int, tokens of the longest document.
     """
     rows, length = batch["input_ids"].shape
     positions = batch.get("position_ids")
@@ -78,14 +78,15 @@ def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def attend_within_documents(model: PreTrainedModel) -> None:
-    """Patch `model` in place to use document borders instead of a mask, if a forward gets them.
+    """Patch `model` in place so that document borders in a forward replace the attention mask.
 
-    A forward without the arguments of `document_borders` (padded rows, generation) builds masks and
-    attends as before. See [Note: one graph].
+    Attention then stays within each document. A forward without the arguments of `document_borders`
+    (padded rows, generation) builds masks and attends as before. See [Note: one graph].
 
     Raises:
         ModelError: the model's attention is neither SDPA nor flash attention. A later forward
-            raises it if the model needs a separate mask or other inputs of attention.
+            raises it if it gets an `attention_mask`, too, or if the model needs other inputs of
+            attention.
     """
     configs_by_id = {
         id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None
@@ -119,10 +120,10 @@ def attend_within_documents(model: PreTrainedModel) -> None:
 
 
 def fix_length_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Replace the lengths in a forward's arguments by the row length, so that they never change.
+    """Replace the longest document's length in a forward's arguments by the row length.
 
-    Equal arguments in all micro-batches keep compiled layers from recompiling. See [Note: one
-    graph].
+    The arguments are then equal for all micro-batches, so compiled layers are not recompiled. Also
+    marks the number of documents as dynamic. See [Note: one graph].
 
     Args:
         inputs: keyword arguments of the forward, with document borders.
@@ -142,9 +143,9 @@ def fix_length_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def mark_document_count_dynamic(inputs: dict[str, Any]) -> None:
-    """Mark the number of documents as dynamic for torch.compile.
+    """Mark the first dimension of the borders in `inputs` as dynamic for torch.compile.
 
-    Does nothing if `torch._dynamo` has not been imported.
+    It is the number of documents plus 1. Does nothing if `torch._dynamo` has not been imported.
     """
     # Importing the compiler takes seconds, and only a compiled run needs it.
     compiler = sys.modules.get("torch._dynamo")
@@ -187,7 +188,7 @@ def _attention_forward(
         dropout: probability with which attention weights are dropped.
         scaling: factor of the scores; None: width**-0.5.
         is_causal: whether tokens see earlier tokens only; None: as `module.is_causal` says.
-        sliding_window: tokens that a token sees, including itself; None: no limit.
+        sliding_window: number of tokens that a token sees, including itself; None: no limit.
         unused: the borders, and arguments of other implementations.
 
     Returns:
@@ -251,7 +252,11 @@ def check_varlen_kernel(device: torch.device) -> None:
 
 
 def _can_use_varlen_kernel(query: torch.Tensor, dropout: float) -> bool:
-    """Return True if torch's varlen flash attention supports this query and dropout."""
+    """Return True if torch's varlen flash attention can be used.
+
+    The query must be bf16 or fp16 on CUDA with a head width of at most 256, and `dropout` must be
+    0.
+    """
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.device.type == "cuda" and half and query.shape[-1] <= 256 and not dropout
 
@@ -286,7 +291,7 @@ def _attend_varlen(
 
 
 def _pad_width(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad the last dim with zeros up to `width`."""
+    """Pad the last dimension of a tensor with zeros to `width`."""
     missing = width - tensor.shape[-1]
     # Padding by zero columns would still copy the tensor.
     return F.pad(tensor, (0, missing)) if missing else tensor
@@ -309,8 +314,9 @@ def _attend_each_document(
 ) -> torch.Tensor:
     """Compute causal attention within documents by one call of SDPA per document.
 
-    It has the arguments and the result of `_attend_varlen`. At most `_BLOCK` rows of scores exist
-    at a time. On an accelerator, the host waits once per micro-batch to read `borders`.
+    Arguments and result are those of `_attend_varlen`, plus the probability `dropout`. If a mask is
+    needed, at most `_BLOCK` rows of scores exist at a time. On an accelerator, the host waits once
+    per micro-batch to read `borders`.
     """
     # All layers get the same tensor, so its lengths are computed once.
     if not hasattr(borders, "lengths"):
@@ -351,10 +357,11 @@ def _attend_flash(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention by transformers' flash attention, with `kernel` as its name.
+    """Compute attention by transformers' flash attention with the implementation `kernel`.
 
-    transformers' own function would look for a kernel under the registered name of this module's
-    function. The arguments are those of `_attention_forward`.
+    transformers' own attention function is not used, because it would look for a kernel with the
+    name under which this module is registered. The arguments are those of `_attention_forward`;
+    `s_aux` are attention sinks.
     """
     out_width = value.shape[-1]
     length = query.shape[2]

@@ -55,7 +55,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     """Build the model of `cfg` on the meta device, with tied weights. Reads no weights.
 
     Parameters get the storage dtype `cfg.dtype`, except those that transformers always keeps in
-    fp32. Frozen parameters do not require a gradient. `model.hf_assets` holds what an export needs.
+    fp32. `model.hf_assets` holds the files and names that loading and exports need.
 
     Raises:
         ModelError: the folder has no usable config of a causal LM or reward model.
@@ -159,7 +159,7 @@ def _instantiate_on_meta(
 def _read_assets(
     cfg: ModelConfig, folder: Path, reader: Any, config: PreTrainedConfig
 ) -> tuple[formats.HFAssets, Path]:
-    """Read the small files and the tensor names of a model folder.
+    """Read the small files of a model folder, and the names and dtypes of its tensors.
 
     Args:
         cfg: settings of the model and its tokenizer.
@@ -206,11 +206,11 @@ def _read_assets(
 def model_on_meta(
     folder: Path, init: Literal["pretrained", "random"] = "random"
 ) -> PreTrainedModel:
-    """Build the model that a folder's config.json describes, on meta.
+    """Build the model of a local folder on meta; a reward model if it is a classifier.
 
     Args:
-        folder: a local folder.
-        init: with "pretrained", the assets also describe the weights in the folder.
+        folder: a local folder with a config.json.
+        init: with "pretrained", the assets also list the tensors of the weight files.
     """
     architectures = formats.read_config(folder).get("architectures") or [None]
     kind = RewardModelConfig if architectures[0] in classifier_names() else ModelConfig
@@ -228,10 +228,10 @@ def allows_remote_code() -> bool:
 
 
 def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | str) -> None:
-    """Raise unless this run can train the model, judged by its config and file headers. Collective.
+    """Raise an error unless the run can train the model of `cfg`. Collective.
 
-    Checks that it is a causal LM or reward model with enough positions, that its weights exist, and
-    that its kernels run on `device`. Downloads the files of a Hub id that an export copies.
+    It must be a causal LM or reward model with enough positions, whose weight files have valid
+    headers, and whose kernels run on `device`. Downloads the files of a Hub id that exports copy.
 
     Raises:
         ModelError: the model cannot be trained.
@@ -248,7 +248,7 @@ def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | 
 def _check_usable_on_this_rank(
     cfg: ModelConfig, sequence_length: int, device: torch.device | str
 ) -> None:
-    """Run the checks of `check_usable` after the download. Collective."""
+    """Run the checks of `check_usable`, which has downloaded the files. Collective."""
     if cfg.kernels == "liger":
         check_kernels(device)
     if cfg.trust_remote_code:
@@ -283,7 +283,7 @@ def _check_usable_on_this_rank(
 
 @ranks.collective
 def prepare(cfg: ModelConfig) -> PreTrainedModel:
-    """Build the model of `cfg` on meta with its kernels, for training. Collective.
+    """Build the model of `cfg` on meta for training, with the kernels of `cfg.kernels`. Collective.
 
     Call it after `check_usable`.
 
@@ -357,7 +357,10 @@ def _is_reward_config(cfg: ModelConfig) -> bool:
 
 
 def _find_model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrainedModel]:
-    """Find the class to train for `config`: a causal LM, or a reward model if `cfg` asks for one.
+    """Find the class to train: a reward model if `cfg` asks for one, else a causal LM.
+
+    A multimodal checkpoint gives its own class, or its text part if that class needs more than
+    text.
 
     Raises:
         ModelError: the checkpoint is an encoder, a classifier, or another kind of model.
@@ -395,10 +398,8 @@ def _find_model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTr
 def _choose_storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
     """Choose the dtype in which parameters are stored.
 
-    For `auto` it is the checkpoint's dtype, or bfloat16 if that is unknown.
-
-    Raises:
-        ModelError: `auto` would choose float16.
+    For `auto` it is the checkpoint's dtype, or bfloat16 if that is unknown. Raises ModelError if
+    `auto` would choose float16.
     """
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype or "float32")
@@ -420,7 +421,7 @@ def _choose_storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Pa
 def find_fp32_tensors(
     model: nn.Module, *, buffers: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """Find the parameters that transformers keeps in fp32 if the model is loaded in `dtype`.
+    """Find the parameters that transformers keeps in fp32 if it loads the model in `dtype`.
 
     Args:
         model: sharded or not.
@@ -443,14 +444,14 @@ def find_fp32_tensors(
 def loaded_dtype(
     model: nn.Module, parameter: str, stored: torch.dtype, requested: torch.dtype
 ) -> torch.dtype:
-    """Return the dtype that a floating parameter has after transformers loads it.
+    """Return the dtype that transformers' `from_pretrained` gives to a floating parameter.
 
     Args:
         model: not sharded and without adapters.
         parameter: name of the parameter.
         stored: its dtype in the checkpoint.
-        requested: dtype that is passed to `from_pretrained`. The result is the wider one, or
-            float32 if transformers keeps this parameter in float32.
+        requested: dtype that is passed to `from_pretrained`. The result is the wider one, or fp32
+            if transformers keeps this parameter in fp32.
     """
     dtype = torch.promote_types(stored, requested)
     fp32_names = find_fp32_tensors(model, dtype=dtype) if dtype.itemsize < 4 else {}
@@ -472,8 +473,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
     """Return the folder of a tokenizer; a Hub id is downloaded into the cache.
 
-    Raises:
-        ModelError: `name` is neither a folder nor on the Hub.
+    Raises ModelError if `name` is neither a folder nor on the Hub.
     """
     if (path := Path(name).expanduser()).is_dir():
         return path
@@ -498,7 +498,7 @@ def _resize_embeddings(
         cfg: `resize_embeddings` gives the multiple to which the size is rounded up.
 
     Returns:
-        Name of each changed parameter -> number of rows before.
+        Name of each changed parameter -> previous number of rows; {} if the size is right.
 
     Raises:
         ModelError: transformers cannot resize this model.
@@ -551,7 +551,7 @@ def _resize_embeddings(
 
 
 def _find_unstored_size(model: PreTrainedModel) -> str:
-    """Describe a parameter that the config of a resized model gives another shape; "" if none."""
+    """Return why a resized model does not match its config; "" if all shapes match."""
     rebuilt = build_meta_model(type(model), copy.deepcopy(model.config))
     shapes = {n: tuple(p.shape) for n, p in rebuilt.named_parameters(remove_duplicate=False)}
     for name, parameter in model.named_parameters(remove_duplicate=False):

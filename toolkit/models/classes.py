@@ -16,20 +16,20 @@ _CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
 
 
 def build_from_config(model_class: Any, config: Any, dtype: Any, **options: Any) -> Any:
-    """Build a model of `model_class` from a copy of `config`.
+    """Build a model of `model_class` from a copy of `config`, with random weights.
 
-    The `options` are passed to transformers' `_from_config`.
+    Other `options` are passed to transformers' `_from_config`.
     """
     return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
 
 
 def original_class(model: nn.Module) -> Any:
-    """Return the model's class before sharding; FSDP2 replaces the class of a module."""
+    """Return the model's class before sharding, because FSDP2 replaces the class of a module."""
     return assets_of(model).model_class or type(model)
 
 
 def model_class_name(model: nn.Module) -> str:
-    """Return the name of `original_class`."""
+    """Return the name of the model's class before sharding."""
     return original_class(model).__name__
 
 
@@ -39,7 +39,7 @@ def causal_lm_names() -> set[str]:
 
 
 def causal_lm_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' causal LM class for the class of `config`; None if there is none."""
+    """Return transformers' causal LM class for this type of config; None if there is none."""
     return _find_class("MODEL_FOR_CAUSAL_LM_MAPPING", config)
 
 
@@ -49,18 +49,21 @@ def classifier_names() -> set[str]:
 
 
 def classifier_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' sequence classification class for the class of `config`, or None."""
+    """Return transformers' sequence classification class for this type of config, or None."""
     return _find_class(_CLASSIFIERS, config)
 
 
 def multimodal_class(
     config: PreTrainedConfig, class_name: str | None
 ) -> type[PreTrainedModel] | None:
-    """Return transformers' class for a model of text with images or sound; None if there is none.
+    """Return transformers' class for a checkpoint of text with images or sound.
 
     Args:
         config: config of the checkpoint.
-        class_name: class in the config's `architectures`; None: search by the class of `config`.
+        class_name: class in the config's `architectures`; None: search by the type of `config`.
+
+    Returns:
+        The class; None if the checkpoint is not multimodal or `class_name` does not fit the config.
     """
     for table in _CONDITIONAL:
         if class_name is not None and class_name in _class_names(table):
@@ -72,7 +75,10 @@ def multimodal_class(
 
 
 def auto_class_name(class_name: str) -> str:
-    """Return the name of the Auto class that loads a checkpoint of class `class_name`."""
+    """Return the name of the Auto class that loads a checkpoint of class `class_name`.
+
+    It is `AutoModelForCausalLM` unless the class is known as multimodal or as a classifier.
+    """
     for table, auto in zip(_CONDITIONAL, ("ImageTextToText", "MultimodalLM"), strict=True):
         if class_name in _class_names(table) - causal_lm_names():
             return f"AutoModelFor{auto}"
@@ -82,15 +88,15 @@ def auto_class_name(class_name: str) -> str:
 
 
 def reward_loading_code(auto: str, config: dict[str, Any]) -> tuple[str, str]:
-    """Return the code that users need to load the base of a reward model's adapter.
+    """Return Python code that users need to load the base of a reward model's adapter.
 
     Args:
         auto: name of the Auto class that loads the base.
         config: content of the config.json with which the base was trained.
 
     Returns:
-        (text to add to the arguments of `from_pretrained`, line of code to run after it). Both are
-        "" if the base is not a reward model.
+        (text to append to the arguments of `from_pretrained`, line of code to run after it). Both
+        are "" if `auto` is not that of a classifier.
     """
     if auto != "AutoModelForSequenceClassification":
         return "", ""
@@ -106,6 +112,6 @@ def _class_names(table: str) -> set[str]:
 
 
 def _find_class(table: str, config: PreTrainedConfig) -> Any:
-    """Return the class for the class of `config` in one of transformers' Auto tables, or None."""
+    """Return the class for this type of config in one of transformers' Auto tables, or None."""
     classes: Any = getattr(modeling_auto, table).get(type(config), None)
     return classes[0] if isinstance(classes, tuple) else classes

@@ -38,21 +38,22 @@ _SEEDS = (1, 2)
 
 @dataclass(frozen=True)
 class NoiseSetting:
-    """A numeric attribute of a module class or config class that makes training forwards random."""
+    """A float attribute of a module class or config class that makes training forwards random."""
 
     owner: str  # name of the class
     attribute: str
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Disable everything random in a training forward of `model`, in place. Collective.
+    """Disable all randomness in training forwards of `model`, in place. Collective.
 
-    Sets to 0 the rates of dropout modules, and other settings that a trial on a tiny copy of the
-    model finds to add noise. Takes seconds. Logs those other settings, or why there was no trial.
+    Sets the rates of dropout modules to 0. Other settings that add noise are found by trials on a
+    tiny copy of the model, which take seconds; they are set to 0 and logged. If no copy can be
+    built, a warning is logged.
 
     Raises:
-        ModelError: a module behaves differently in training and eval mode, or in each forward, and
-            no setting disables that; the error names the module.
+        ModelError: a module still behaves differently in training and eval mode, or in each
+            forward, and no setting disables that; the error names the module.
     """
     disable_dropout_modules(model)
     base = base_of(model)
@@ -75,9 +76,9 @@ def disable_dropout(model: nn.Module) -> None:
 def find_noise_settings(
     model_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> tuple[list[NoiseSetting], str]:
-    """Find the settings, besides dropout modules, that make training random. Not collective.
+    """Find the settings, besides dropout modules, that make training forwards random.
 
-    Tries a tiny copy of the model on the CPU.
+    Tries a tiny copy of the model on the CPU. Not collective.
 
     Returns:
         (settings, reason why no copy could be tried). The reason is "" if a copy was tried.
@@ -108,16 +109,17 @@ def find_noise_settings(
 
 
 def _use_plain_attention(config: PreTrainedConfig, model_class: Any) -> None:
-    """Set the config's attention to SDPA or eager, which run on a CPU, if it is another one."""
+    """Set the attention of `config` to SDPA or eager, which run on a CPU, if it is another one."""
     kernel = str(config._attn_implementation)
     if kernel not in ("eager", "sdpa"):
         config._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def disable_dropout_modules(model: nn.Module) -> None:
-    """Set to 0 the rates of dropout modules, and float attributes of modules named like dropout.
+    """Set to 0 the rates of dropout modules, and all float attributes with "dropout" in the name.
 
-    Not collective. Only `disable_dropout` finds other sources of noise.
+    Attributes whose names end with "pdrop" are set to 0, too. Not collective. Other sources of
+    noise need `disable_dropout`.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -164,11 +166,11 @@ class _NoiseTrial:
     def compute_logits(
         self, *, training: bool, mode: Callable[[], Any] = contextlib.nullcontext
     ) -> Any:
-        """Run a forward on the fixed tokens without gradients, and return fp32 logits.
+        """Run a forward on the fixed tokens without gradients, and return the logits in fp32.
 
         Args:
             training: run in training mode instead of eval mode.
-            mode: makes a context that controls the random numbers of the forward.
+            mode: creates a context that controls the random numbers of the forward.
         """
         self.model.train(training)
         with (
@@ -180,14 +182,19 @@ class _NoiseTrial:
             return self.model(input_ids=self.ids, use_cache=False).logits.float()
 
     def matches_eval_mode(self, logits: torch.Tensor) -> bool:
-        """Return True if `logits` equal those of eval mode up to rounding."""
+        """Return True if `logits` are finite and equal those of eval mode up to rounding."""
         spread = float(self.expected.std()) or 1.0
         if logits.shape != self.expected.shape or not logits.isfinite().all():
             return False
         return float((logits - self.expected).abs().max()) <= _ROUNDING * spread
 
     def find_differing_mode(self) -> Callable[[], Any] | None:
-        """Return a random-number mode in which training differs from eval mode, or None."""
+        """Find random numbers with which training mode gives other logits than eval mode.
+
+        Returns:
+            The first function of `_random_number_modes` for which they differ; None if they never
+            do.
+        """
         for mode in _random_number_modes():
             if not self.matches_eval_mode(self.compute_logits(training=True, mode=mode)):
                 return mode
@@ -214,13 +221,14 @@ class _NoiseTrial:
         return chosen
 
     def _zero_harmless_numbers(self, *, hinted: bool) -> dict[NoiseSetting, list[float]]:
-        """Set to 0 every float setting in (0, 1] whose change does not affect eval mode.
+        """Set to 0 every float setting in (0, 1] that has no effect in eval mode.
 
         Args:
-            hinted: True: only settings with names like "jitter" or "drop". False: only the others.
+            hinted: True: only settings with "drop", "jitter" or "noise" in the name. False: only
+                all others.
 
         Returns:
-            Changed setting -> previous value of each owner.
+            Changed setting -> previous value in each module and config that has it.
         """
         settings = dict.fromkeys(
             NoiseSetting(module_class_name(owner), name)
@@ -243,7 +251,7 @@ class _NoiseTrial:
         return zeroed
 
     def _set_values(self, setting: NoiseSetting, values: list[float]) -> None:
-        """Set a setting of its owners to `values`, one for each owner."""
+        """Set a setting to `values`, one for each module and config that has it."""
         for owner, value in zip(_find_owners(self.model, setting), values, strict=True):
             setattr(owner, setting.attribute, value)
 
@@ -251,7 +259,7 @@ class _NoiseTrial:
         """Raise a ModelError that names the first module whose outputs differ for equal inputs.
 
         Args:
-            mode: mode of random numbers in which training differs from eval mode.
+            mode: the function that `find_differing_mode` returned.
         """
         calls = [
             self._record_module_calls(training=False),
@@ -284,7 +292,7 @@ class _NoiseTrial:
             options: arguments of `compute_logits`.
 
         Returns:
-            (module name, input tensors, output tensors) of each call.
+            (module name, copies of its input tensors, copies of its output tensors) of each call.
         """
         calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
         with contextlib.ExitStack() as stack:
@@ -316,7 +324,7 @@ def _copy_float_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _are_close(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
-    """Return True if two lists of tensors have equal shapes, and equal values up to rounding."""
+    """Return True if two lists of tensors have equal shapes and, up to rounding, equal values."""
     return len(expected) == len(actual) and all(
         x.shape == y.shape and torch.allclose(x, y, rtol=_ROUNDING, atol=1e-6, equal_nan=True)
         for x, y in zip(expected, actual, strict=True)
@@ -324,7 +332,10 @@ def _are_close(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool
 
 
 def _random_number_modes() -> list[Callable[[], Any]]:
-    """Return functions that make a context with extreme random numbers, or with a fixed seed."""
+    """Return functions that each create a context for the random numbers of a forward.
+
+    In the first two contexts, all draws are the lowest or highest possible. The others set a seed.
+    """
 
     def seeded(seed: int) -> Callable[[], Any]:
         def mode() -> Any:
@@ -337,7 +348,11 @@ def _random_number_modes() -> list[Callable[[], Any]]:
 
 
 class _ExtremeDraws(TorchDispatchMode):
-    """Replace uniform draws by one end of their range, and Bernoulli draws by all 0 or all 1."""
+    """A context in which all random draws are extreme.
+
+    With `end` 0, uniform draws give the low end of their range and Bernoulli draws 0. With `end` 1,
+    they give the high end and 1. Other distributions are not changed.
+    """
 
     def __init__(self, end: float) -> None:
         super().__init__()

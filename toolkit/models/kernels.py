@@ -34,9 +34,9 @@ def check_kernels(device: torch.device | str) -> None:
 
 
 def use_kernels(model: PreTrainedModel) -> None:
-    """Replace forwards in `model` by Liger's kernels, in place, and log which.
+    """Use Liger's kernels in `model`, in place, and log in which modules.
 
-    Call it before adapters and sharding. Parameters and names stay. Only this model changes:
+    Call it before adapters and sharding. Parameters keep their names. Only this model changes:
     transformers' classes are restored, because other copies of the model run on the CPU.
 
     Raises:
@@ -76,7 +76,9 @@ def use_kernels(model: PreTrainedModel) -> None:
 
 
 def _replace_called_functions(model: nn.Module, functions: dict[str, types.FunctionType]) -> None:
-    """Replace global functions that the forwards in `model` call, for this model only.
+    """Replace global functions that the modules' forwards call, for this model only.
+
+    Each affected module gets a copy of its forward with other globals.
 
     Args:
         model: the model, which is changed in place.
@@ -101,7 +103,7 @@ def _replace_called_functions(model: nn.Module, functions: dict[str, types.Funct
 
 
 def _is_unwrapped_forward(forward: Any) -> bool:
-    """Return True if a forward is not transformers' wrapper for deprecated arguments."""
+    """Return False if a forward is transformers' wrapper for deprecated arguments, else True."""
     return getattr(forward, "__globals__", {}).get("__name__") != "transformers.utils.deprecation"
 
 

@@ -22,11 +22,11 @@ _CHOSEN = re.compile(r"num_experts_per_tok(en)?|moe_(topk|top_k|k)|top_k_experts
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the decoder layers of `model` as name -> module, in the order of definition.
 
-    Candidates are modules of the classes in `_no_split_modules`, and elements of large
-    `ModuleList`s (those with over a fiftieth of the parameters that are in no other list). Of
-    nested candidates the outer one is used, unless it is a stage with several layers. A layer never
-    holds the embedding, the head or a parameter that is tied to one outside the layers, and is
-    never part of a tower for images or sound.
+    Candidates are modules of the classes in `_no_split_modules`, and elements of outermost
+    `ModuleList`s with over a fiftieth of the parameters. If candidates are nested, the outer one is
+    used, unless it is a stage with several layers. A layer never holds the embedding, the head or a
+    parameter that is tied to one outside the layers. It is never part of a tower for images or
+    sound.
     """
     layer_classes: set[str] = set()
     for module in model.modules():
@@ -61,13 +61,19 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def enclosing_module_names(name: str) -> list[str]:
-    """Return the names of the modules around `name`, outermost first: "a.b.c" gives a, a.b."""
+    """Return the names of the modules that contain module `name`, outermost first.
+
+    For example, "a.b.c" gives ["a", "a.b"].
+    """
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _stack_elements(model: nn.Module) -> set[str]:
-    """Return the names of the elements of large, outermost `ModuleList`s; see `decoder_layers`."""
+    """Return the names of the elements of large `ModuleList`s that are in no other list.
+
+    A list is large if it has at least a fiftieth of all parameters without embeddings.
+    """
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
     total = sum(p.numel() for p in model.parameters())
     total -= sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
@@ -84,9 +90,9 @@ def _stack_elements(model: nn.Module) -> set[str]:
 def _parameters_outside_layers(
     model: nn.Module, modules: dict[str, nn.Module], layers: set[str]
 ) -> set[int]:
-    """Return the ids of parameters that no decoder layer may hold.
+    """Return the `id()` of each parameter that a decoder layer must not hold.
 
-    They are the parameters of embedding and head, and parameters with a tied name outside the
+    They are the parameters of embedding and head, and tied parameters with a name outside the
     layers.
 
     Args:
@@ -109,7 +115,10 @@ def _parameters_outside_layers(
 
 
 def expert_counts(model: PreTrainedModel) -> set[int]:
-    """Return all numbers of routed experts that the config has; empty without experts."""
+    """Return all numbers of routed experts in the config; empty if the model has no experts.
+
+    There may be several, since a config may have several settings.
+    """
     settings = nested_items(model.config.to_dict())
     return {n for name, n in settings if type(n) is int and n > 1 and _EXPERTS.search(str(name))}
 
@@ -122,7 +131,7 @@ def experts_per_token(model: nn.Module) -> int | None:
 
 
 def active_expert_shares(model: nn.Module) -> dict[str, float]:
-    """Return the share of each expert parameter that processes one token, for parameter counts.
+    """Return the fraction of each expert parameter that one token uses, to count active parameters.
 
     Returns:
         Parameter name -> experts per token / number of experts. {} if the model has no experts.
@@ -139,7 +148,7 @@ def active_expert_shares(model: nn.Module) -> dict[str, float]:
 
 
 def tied_families(model: nn.Module) -> dict[str, list[str]]:
-    """Map the first name of each parameter to the list of all its names; tied ones have several."""
+    """Return first name -> all names, for each parameter. Tied parameters have several names."""
     first: dict[int, str] = {}
     families: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -148,12 +157,12 @@ def tied_families(model: nn.Module) -> dict[str, list[str]]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map each further name of a tied parameter to its first name."""
+    """Return alias -> first name, for each additional name of a tied parameter."""
     return {alias: names[0] for names in tied_families(model).values() for alias in names[1:]}
 
 
 def modules_outside_text(model: nn.Module) -> list[str]:
-    """Return the names of the outermost modules through which text does not pass.
+    """Return the names of the outermost modules that text does not pass through.
 
     They are encoders of images and sound, and their projections. A text model has none. See [Note:
     text path].
@@ -202,7 +211,10 @@ def format_frozen_towers(model: nn.Module) -> str:
 
 
 def _find_text_modules(base: nn.Module) -> list[nn.Module]:
-    """Return decoder, embedding and head of a multimodal model; [] for a text model."""
+    """Return decoder, embedding and heads of a multimodal model; [] for a text model.
+
+    Heads are the one that computes logits and that of a reward model, if the model has them.
+    """
     config = getattr(base, "config", None)
     if (
         not isinstance(base, PreTrainedModel)
@@ -218,9 +230,9 @@ def _find_text_modules(base: nn.Module) -> list[nn.Module]:
 
 
 def _find_output_head(base: PreTrainedModel) -> nn.Module | None:
-    """Return the head that computes logits, or None.
+    """Return the head that computes logits; None if there is none.
 
-    If the model's class has none, it is searched in nested models (`language_model.lm_head`).
+    It may belong to a nested model (`language_model.lm_head`).
     """
     inner = (module for module in base.modules() if isinstance(module, PreTrainedModel))
     heads = (module.get_output_embeddings() for module in inner)

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def forked_rng(device: torch.device | str = "cpu") -> contextlib.AbstractContextManager[None]:
-    """Return a context that restores the random state of the CPU and of `device` when it ends."""
+    """Return a context that restores the random state of the CPU and of `device` at its end."""
     place = torch.device(device)
     if place.type in ("cpu", "meta"):
         return torch.random.fork_rng(devices=[])
@@ -18,7 +18,10 @@ def forked_rng(device: torch.device | str = "cpu") -> contextlib.AbstractContext
 
 
 def get_random_state() -> list[torch.Tensor]:
-    """Return copies of the random state of the CPU and, if there is one, of the accelerator."""
+    """Return [random state of the CPU], followed by that of the accelerator if there is one.
+
+    Both are copies, as byte tensors.
+    """
     # A CUDA build reports an accelerator on a machine without one, too.
     device = torch.accelerator.current_accelerator(check_available=True)
     states = [torch.get_rng_state()]
@@ -27,7 +30,7 @@ def get_random_state() -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of `module` within the context."""
+    """Within the context, replace the forward of `module` (this instance only) by `forward`."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:
@@ -41,10 +44,10 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextlib.contextmanager
 def isolated_forward(model: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Within the context, put `model` in eval mode and disable compilation; then restore its state.
+    """Within the context, run `model` in eval mode, without compilation and without traces.
 
-    The modes and the random state are restored. Without compilation, new shapes compile nothing.
-    The caller must free all-gathered parameters afterwards (`formats.reshard`).
+    At its end, the training mode of each module and the random state are restored. The caller must
+    free all-gathered parameters afterwards (`formats.reshard`).
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -28,13 +28,13 @@ _ALIGNED = 16  # bytes to which every part of a column is aligned
 
 
 def packed_weights(model: nn.Module) -> dict[str, "PackedLinear"]:
-    """Return the name of each 4-bit weight (tied names included) -> its layer."""
+    """Return weight name -> layer for each 4-bit weight, under all names of tied weights."""
     modules = model.named_modules(remove_duplicate=False)
     return {f"{name}.weight": m for name, m in modules if isinstance(m, PackedLinear)}
 
 
 def count_values(model: nn.Module) -> int:
-    """Count the values that a model's parameters represent, once for tied ones.
+    """Count the values that a model's parameters represent; tied ones count once.
 
     A 4-bit weight counts the values of its matrix, not its packed elements.
     """
@@ -44,10 +44,10 @@ def count_values(model: nn.Module) -> int:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a frozen 4-bit weight in one tensor of bytes that FSDP2 can shard.
+    """A linear layer with a frozen 4-bit weight that FSDP2 can shard.
 
-    The tensor is called the column; see [Note: packed weights]. PEFT treats the layer as
-    bitsandbytes' `Linear4bit`. Only the input gets a gradient.
+    4-bit values and scales are in one tensor, which is called the column; see [Note: packed
+    weights]. PEFT treats the layer as bitsandbytes' `Linear4bit`. Only the input gets a gradient.
     """
 
     weight: nn.Parameter
@@ -99,10 +99,12 @@ class PackedLinear(nn.Module):
         return self.in_features * self.out_features
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantise a full matrix [out_features, in_features] into its column, on its device.
+        """Quantise a full matrix [out_features, in_features] on its device.
+
+        The layer's weight does not change.
 
         Returns:
-            [n, 1] in the storage dtype: the bytes of 4-bit values and scales.
+            The column [n, 1] in the storage dtype: the bytes of 4-bit values and scales.
         """
         state: Any
         source = weight.to(self.source_dtype).contiguous()
@@ -117,7 +119,7 @@ class PackedLinear(nn.Module):
         return column.view(self.compute_dtype).reshape(-1, 1)
 
     def unpack(self, column: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Split a full column into 4-bit values and scales, without a copy.
+        """Split a complete (not sharded) column into 4-bit values and scales, without a copy.
 
         Returns:
             (4-bit values as uint8 [n, 1], bitsandbytes' quantisation state).
@@ -158,7 +160,7 @@ class PackedLinear(nn.Module):
 def _column_layout(
     elements: int, double_quant: bool
 ) -> tuple[tuple[tuple[slice, torch.dtype], ...], int]:
-    """Compute where the parts of a column lie.
+    """Compute at which bytes of a column its 4-bit values and scales are.
 
     Args:
         elements: number of values in the matrix.
@@ -200,7 +202,7 @@ def packed_linear_class() -> type[PackedLinear]:
 
 
 def _get_code_tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
-    """Return a cached bitsandbytes state with the tables that map codes to values."""
+    """Return a cached bitsandbytes state that has the tables from 4-bit codes to values."""
     # The tensors of a plan are fake and have no values, so a run must not use their tables.
     return _create_code_tables(type(torch.empty(0)), quant_type, double_quant, device)
 
@@ -209,10 +211,11 @@ def _get_code_tables(quant_type: str, double_quant: bool, device: torch.device) 
 def _create_code_tables(
     kind: type, quant_type: str, double_quant: bool, device: torch.device
 ) -> Any:
-    """Quantise one block of ones and return its state, for its tables. Cached.
+    """Quantise one block of ones, and return bitsandbytes' state with its code tables. Cached.
 
     Args:
-        kind: class of new tensors. The fake tensors of a plan need tables of their own.
+        kind: class of new tensors, which separates the cached tables of fake tensors from real
+            ones.
         quant_type: name of the 4-bit format.
         double_quant: quantise the scales, too.
         device: device of the tables.
@@ -238,10 +241,14 @@ def _quantise_matrix(weight: torch.Tensor, quant_type: str, double_quant: bool) 
 
 
 def check_4bit_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Raise unless bitsandbytes multiplies a small 4-bit matrix correctly on `device`.
+    """Raise ConfigError unless bitsandbytes multiplies a small 4-bit matrix correctly.
 
-    Raises:
-        ConfigError: bitsandbytes is missing, or the products fail or are wrong.
+    It is also raised if bitsandbytes is missing.
+
+    Args:
+        device: device of the run.
+        lora: the settings of quantisation.
+        dtype: dtype of the products.
     """
     library = f"lora.load_in_4bit: bitsandbytes {import_bitsandbytes().__version__}"
     try:
@@ -260,7 +267,7 @@ def check_4bit_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype
 
 
 def _largest_product_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:
-    """Return the largest error of 4-bit products, relative to the block's largest value.
+    """Return the largest error of 4-bit products, as a fraction of the block's largest weight.
 
     Covers the forward, the backward and single rows, which use different kernels.
     """

@@ -40,7 +40,7 @@ _SURE = 0.3  # rounding never makes as large a difference
 
 @dataclass(frozen=True)
 class PackingVerdict:
-    """The result of a trial: whether packed samples are independent, and if that needs a mask."""
+    """The result of a trial: if packed samples are independent, and if that needs a mask."""
 
     ok: bool
     why: str  # the reason, in words for a user
@@ -57,12 +57,11 @@ def probe_packing(
     device: torch.device | str = "cpu",
     packed: bool = True,
 ) -> PackingVerdict:
-    """Try on a tiny copy of the model whether samples packed into a row stay independent.
+    """Try on a tiny copy of the model if samples that share a row stay independent.
 
-    Takes a second, or half a minute for a few model types. Not collective. Two things are compared:
-    later samples must not change with the first one, and each must have the logits that it has
-    alone. Document borders are tried first, then the mask that transformers builds from
-    `position_ids`. If the trial fails, the verdict is no, with the reason.
+    They are if later samples do not change with the first one, and if each has the logits that it
+    has alone. Document borders are tried first, then the mask that transformers builds from
+    `position_ids`. Takes a second, or half a minute for a few model types. Not collective.
 
     Args:
         config: config of the model.
@@ -70,7 +69,10 @@ def probe_packing(
         sequence_length: length of a packed row. Attention windows that are as long are not reduced.
         rows: rows of a micro-batch. Flash attention separates samples only if there is one row.
         device: device of the run, for attention implementations that do not run on a CPU.
-        packed: if False, each row is one document, and only the need of a mask is tried.
+        packed: if False, each row is one document, and the trial only tells if a mask is needed.
+
+    Returns:
+        The verdict. If no copy can be tried, `ok` is `not packed`, and `why` has the reason.
     """
     try:
         model_class = model_class or causal_lm_class(config)
@@ -100,7 +102,9 @@ def probe_packing(
 def _probe_tiny_copies(
     make: Callable[[], PreTrainedModel], batches: Batches, device: torch.device
 ) -> PackingVerdict:
-    """Probe a copy with document borders, and if samples are not independent a new one with a mask.
+    """Try a copy with document borders; if samples are not independent, try a new one with a mask.
+
+    Rows of one document each need no trial with a mask.
 
     Args:
         make: function that builds a copy.
@@ -122,7 +126,9 @@ def _probe_tiny_copies(
 
 
 def _probe_copy(model: PreTrainedModel, batches: Batches, *, borders: bool) -> PackingVerdict:
-    """Probe one copy in its dtype; repeat in fp64 if a difference could be rounding.
+    """Test in a copy if samples are independent; repeat in fp64 if a difference may be rounding.
+
+    A bf16 copy is not tested again.
 
     Args:
         model: the copy.
@@ -145,7 +151,10 @@ def _probe_copy(model: PreTrainedModel, batches: Batches, *, borders: bool) -> P
 
 @torch.no_grad()
 def _compare_logits(model: PreTrainedModel, batches: Batches, borders: bool) -> PackingVerdict:
-    """Compare logits of packed rows after the first sample changes, and with each sample alone.
+    """Test if samples in packed rows are independent, by comparing logits.
+
+    The first sample of each row is changed, which must not change the logits of later ones. Each
+    sample also must have the logits that it has alone.
 
     Args:
         model: the copy.
@@ -195,7 +204,10 @@ def _compare_logits(model: PreTrainedModel, batches: Batches, borders: bool) -> 
 
 
 def _generate_packings(rows: int) -> Iterator[Batch]:
-    """Yield micro-batches as sample lengths of each row, which differ from row to row."""
+    """Yield micro-batches of `rows` packed rows, each row as a tuple of sample lengths.
+
+    The lengths differ from row to row. All rows have 24 tokens.
+    """
     for first in range(len(_PACKED) if rows == 1 else 2):
         packed = [_PACKED[(first + i) % len(_PACKED)] for i in range(rows)]
         if any(len(lengths) > 1 for lengths in packed):
@@ -203,7 +215,7 @@ def _generate_packings(rows: int) -> Iterator[Batch]:
 
 
 def _compute_logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Return the logits of each token; for a reward model the outputs of its head."""
+    """Return the logits of each token; for a reward model, its head's output for each token."""
     if (head := reward_head(model)) is None:
         return model(input_ids=ids, **inputs).logits
     outputs = list[torch.Tensor]()

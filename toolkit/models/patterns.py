@@ -15,8 +15,8 @@ def matching_modules(
 ) -> dict[str, nn.Module]:
     """Find the modules whose name or class matches any pattern, in the order of definition.
 
-    A pattern is a class name, a full module name, or the last parts of one. `*` matches any text,
-    dots included.
+    A pattern is a class name, a full module name, or its last parts, such as `mlp.up_proj`. `*`
+    matches any text, dots included.
 
     Args:
         model: sharded or not.
@@ -28,7 +28,8 @@ def matching_modules(
         Name -> module.
 
     Raises:
-        ModelError: a pattern matches no module; the error lists similar names.
+        ModelError: a pattern matches no module, or only containers if `called` is set. The error
+            lists similar names.
     """
     modules = dict(model.named_modules())
     classes = {name: module_class_name(module) for name, module in modules.items() if name}
@@ -51,9 +52,10 @@ def matching_modules(
 
 
 def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str) -> list[str]:
-    """Find the names of parameters that match any pattern; see `matching_modules`.
+    """Return the names of parameters that match any pattern, in the order of definition.
 
-    Every name of a tied parameter is matched separately.
+    For patterns see `matching_modules`. Every name of a tied parameter is matched separately.
+    Raises ModelError if a pattern matches none.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     matches = [_match_names(p, dict.fromkeys(names), setting, "parameter") for p in patterns]
@@ -63,13 +65,16 @@ def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str)
 def _match_names(
     pattern: str, classes: Mapping[str, str | None], setting: str, kind_of_name: str
 ) -> set[str]:
-    """Return the names that match a pattern by name or class; raise ModelError if none does.
+    """Return the names that match a pattern, or whose class name equals it.
 
     Args:
         pattern: the pattern.
-        classes: name -> class name, or None.
+        classes: name -> class name, or None for a parameter.
         setting: name of the setting, for the message.
         kind_of_name: "module" or "parameter", for the message.
+
+    Raises:
+        ModelError: no name matches.
     """
     matched = {
         name
@@ -83,19 +88,19 @@ def _match_names(
 
 
 def module_class_name(module: object) -> str:
-    """Return the class name of an object without the prefix "FSDP" that FSDP2 adds."""
+    """Return the class name of an object, without the prefix "FSDP" that `fully_shard` adds."""
     name = type(module).__name__
     before = type(module).__mro__[2:3]
     return before[0].__name__ if before and name == f"FSDP{before[0].__name__}" else name
 
 
 def replace_numbers(name: str) -> str:
-    """Replace the numbers in a module name by `*`, so that all layers have the same name."""
+    """Replace the numbers in a module name by `*`, as in `layers.*.mlp`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def format_no_match(setting: str, pattern: str, kind_of_name: str, candidates: set[str]) -> str:
-    """Format the error for a pattern that matches nothing, with the most similar candidates."""
+    """Format the message for a pattern that matches nothing, with the most similar candidates."""
     ends = {k.rpartition(".")[2]: k for k in sorted(candidates)} | {k: k for k in candidates}
     near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=4, cutoff=0.5)
     near += [

@@ -37,17 +37,20 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def base_of(model: nn.Module) -> "PreTrainedModel":
-    """Return the transformers model inside a PeftModel, with LoRA layers in place; else `model`."""
+    """Return the transformers model inside a PeftModel; return any other model unchanged.
+
+    Its modules are still wrapped by LoRA layers.
+    """
     adapted: Any = model
     return adapted.get_base_model() if has_adapters(model) else adapted
 
 
 @contextlib.contextmanager
 def unwrapped_base(model: nn.Module) -> Iterator["PreTrainedModel"]:
-    """Yield the base model with its original modules in place of the adapters' wrappers.
+    """Yield the base model; within the context it has its original modules without adapters.
 
-    Parameters have their original names within the context, as loaders expect. A forward within it
-    ignores the adapters. Without adapters it yields `model`.
+    So parameters have their original names, as loaders expect, and a forward ignores the adapters.
+    A model without adapters is yielded itself.
     """
     base = base_of(model)
     replaced = []
@@ -65,7 +68,7 @@ def unwrapped_base(model: nn.Module) -> Iterator["PreTrainedModel"]:
 
 
 def _unwrap_module(module: nn.Module | None) -> nn.Module | None:
-    """Return the original module inside PEFT's wrappers; `module` itself if it has none."""
+    """Return the original module inside PEFT's wrappers; `module` itself if it is not wrapped."""
     for inner, added in _WRAPS:
         if hasattr(module, added) and (wrapped := getattr(module, inner, None)) is not None:
             return _unwrap_module(wrapped)
@@ -99,9 +102,10 @@ def disabled_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def trained_module(module: nn.Module | None) -> nn.Module | None:
-    """Return the trained copy of a module in `modules_to_save`; any other module itself.
+    """Return the trained copy if `module` is PEFT's wrapper for `modules_to_save`.
 
-    If the adapters are disabled, the original module is returned.
+    Any other module is returned itself. If the adapters are disabled, the original module is
+    returned instead of the copy.
     """
     wrapper: Any = module
     if not hasattr(module, "modules_to_save"):
@@ -119,20 +123,23 @@ def trained_copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Map names in the base model to the outermost LoRA layer that wraps the module."""
+    """Return name in the base model -> LoRA layer, for each module that a LoRA layer wraps.
+
+    If several LoRA layers wrap a module, it is the outermost one.
+    """
     wrapped = _find_outermost_wrappers(base_of(model), "")
     return {name: module for name, module in wrapped if hasattr(module, "lora_A")}
 
 
 def copied_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Map names in the base model to (original module, trained copy), for `modules_to_save`."""
+    """Return name in the base model -> (original module, trained copy), for `modules_to_save`."""
     wrapped: Any = _find_outermost_wrappers(base_of(model), "")
     pairs = ((n, m) for n, m in wrapped if hasattr(m, "modules_to_save"))
     return {n: (m.original_module, m.modules_to_save[ADAPTER]) for n, m in pairs}
 
 
 def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:
-    """Return the adapter's parameters in one LoRA layer, by PEFT's names such as `lora_A`."""
+    """Return the adapter's parameters in one LoRA layer by PEFT's names, such as `lora_A`."""
     parameters = {}
     for name in _ADAPTER_PARTS:
         table: Any = getattr(layer, name, ())
@@ -143,9 +150,9 @@ def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, nn.Module]:
-    """Map each adapted parameter's name in the base model to its LoRA layer.
+    """Return name in the base model -> LoRA layer, for each parameter that an adapter changes.
 
-    A module may have several adapted parameters, each with its own layer.
+    A module may have several such parameters, each with its own layer.
     """
     layers = {}
     for name, module in adapted_modules(model).items():
@@ -158,16 +165,19 @@ def adapted_parameters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return trained parameters, and persistent buffers of trained copies, by name."""
+    """Return name -> tensor for the trained parameters, and for buffers of trained copies.
+
+    Of the buffers, only persistent ones of `modules_to_save` are included.
+    """
     copy_prefix = f".modules_to_save.{ADAPTER}."
     tensors = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     return tensors | {n: b for n, b in persistent_buffers(model).items() if copy_prefix in n}
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model tensors that a checkpoint holds, as `model.<name>` -> tensor.
+    """Return the model tensors that a checkpoint holds: `model.<name>` -> tensor.
 
-    They are all parameters (tied ones once) and persistent buffers. With adapters they are only
+    They are all parameters (tied ones once) and persistent buffers; with adapters, only those of
     `trained_tensors`. Frees all-gathered parameters first.
     """
     # A forward outside of a step may have left the root gathered.
@@ -180,7 +190,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that are in the model's state dict, by name."""
+    """Return name -> buffer for the buffers that are in the model's state dict."""
     # Without `keep_vars` each parameter would be detached.
     persistent = model.state_dict(keep_vars=True).keys()
     return {n: b for n, b in model.named_buffers() if n in persistent}
@@ -193,7 +203,9 @@ def adapter_config(model: nn.Module) -> dict[str, Any]:
 
 
 def _find_outermost_wrappers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name in the base model, wrapper) of PEFT's outermost wrappers.
+    """Yield (name in the base model, wrapper) for each module that PEFT wraps.
+
+    If wrappers are nested, only the outermost one is yielded.
 
     Args:
         module: the module to search.

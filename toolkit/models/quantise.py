@@ -39,9 +39,10 @@ def check_quantisation(
     model: ModelConfig,
     device: torch.device | str,
 ) -> None:
-    """Raise ConfigError if the 4-bit settings conflict or do not work on `device`. Collective.
+    """Raise ConfigError if 4-bit settings conflict or do not work on `device`. Collective.
 
-    Does nothing without `lora.load_in_4bit`. Else multiplies a small 4-bit matrix on `device`.
+    To try them, a small 4-bit matrix is multiplied on `device`. Does nothing without
+    `lora.load_in_4bit`.
     """
     if lora is None or not lora.load_in_4bit:
         return
@@ -58,20 +59,20 @@ def check_quantisation(
 
 @ranks.collective
 def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) -> None:
-    """Replace the linear layers of the decoder layers by packed 4-bit ones, in place, on meta.
+    """Replace the linear layers in the decoder layers by packed 4-bit ones, in place. Collective.
 
-    Call it before `add_adapters` and `apply_fsdp`. Embedding, head, routers and modules that are no
-    `nn.Linear` (fused experts, convolutions) keep their dtype; `describe_quantisation` lists them.
-    The method is QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights].
-    Collective.
+    Call it before `add_adapters` and `apply_fsdp`. Embedding, head, routers and modules that are
+    not an `nn.Linear` (fused experts, convolutions) keep their dtype; `describe_quantisation` lists
+    them. The method is QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights].
 
     Args:
         model: on meta, without adapters.
         cfg: the settings of adapters.
-        param_dtype: name of the dtype that the units compute in.
+        param_dtype: name of the dtype in which FSDP2 computes.
 
     Raises:
-        ModelError: no layer can be quantised, or `lora.target_parameters` names a layer that is.
+        ModelError: no layer can be quantised, or `lora.target_parameters` names the weight of a
+            layer that is quantised.
     """
     make = packed_linear.packed_linear_class()
     dtype = getattr(torch, param_dtype)
@@ -106,7 +107,8 @@ def _choose_layers(
     """Choose the linear layers to quantise.
 
     Returns:
-        (layers to quantise by every name, names of all other matrices by the reason to keep them).
+        (name -> layer to quantise, under all names of shared layers; reason -> names of the
+        matrices in decoder layers that keep their dtype for it).
     """
     fp32 = set(find_fp32_tensors(model))
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -153,7 +155,7 @@ def _choose_layers(
 
 @functools.cache
 def _is_plain_linear_class(kind: Any) -> bool:
-    """Return True if a linear class computes the same as `nn.Linear`, by a small trial."""
+    """Return True if a subclass of `nn.Linear` computes the same, by a small trial. Cached."""
     if kind is nn.Linear:
         return True
     with forked_rng():
@@ -171,9 +173,10 @@ def _is_plain_linear_class(kind: Any) -> bool:
 
 @functools.cache
 def _children_read_directly(kind: Any) -> frozenset[str]:
-    """Return the child modules whose weight the source of class `kind` uses without their forward.
+    """Return the child modules whose weight a class uses without calling their forward. Cached.
 
-    An example is `out_proj` in Mamba, which a kernel reads. 4-bit layers cannot be used so.
+    They are found in the source code of `kind`. An example is `out_proj` in Mamba, which a kernel
+    reads. Such layers cannot be quantised.
     """
     names: set[str] = set()
     for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
@@ -185,12 +188,19 @@ def _children_read_directly(kind: Any) -> frozenset[str]:
 
 
 def _matches_module(name: str, pattern: str) -> bool:
-    """Return True if `pattern` equals a name, or its last parts, of a module or one around it."""
+    """Return True if `pattern` is the name, or the last parts of the name, of a module.
+
+    A pattern for a module that contains module `name` matches, too.
+    """
     return any(f".{path}".endswith(f".{pattern}") for path in (*enclosing_module_names(name), name))
 
 
 def _format_reasons(unpacked: dict[str, list[str]]) -> str:
-    """Format why matrices keep their dtype, with up to four names for each reason."""
+    """Format which matrices keep their dtype and why, with up to four names for each reason.
+
+    Args:
+        unpacked: reason -> names.
+    """
     parts = []
     for reason, names in unpacked.items():
         kinds = list(dict.fromkeys(map(replace_numbers, names)))
@@ -200,7 +210,11 @@ def _format_reasons(unpacked: dict[str, list[str]]) -> str:
 
 
 def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
-    """Return the settings that determine the 4-bit values, as JSON; None without 4-bit weights."""
+    """Return the settings that determine the 4-bit values, as a JSON object, to compare on resume.
+
+    They are the 4-bit format, double quantisation, block size, and number of layers by name.
+    Returns None without 4-bit weights.
+    """
     with unwrapped_base(model) as base:
         packed = packed_linear.packed_weights(base)
     if not packed:
@@ -223,7 +237,7 @@ def describe_quantisation(model: nn.Module, shards: int) -> str | None:
         shards: number of ranks that share the weights.
 
     Returns:
-        The lines; None if nothing is in 4 bits.
+        The lines as one text; None if nothing is in 4 bits.
     """
     with unwrapped_base(model) as base:
         packed = packed_linear.packed_weights(base)

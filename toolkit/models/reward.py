@@ -37,7 +37,7 @@ def reward_head(model: nn.Module) -> nn.Linear | None:
 
 
 def reward_class(config: PreTrainedConfig, name_or_path: str) -> type[PreTrainedModel]:
-    """Return transformers' class of the reward model for `config`, and set the config to one label.
+    """Return transformers' class of a reward model for `config`; set `config.num_labels` to 1.
 
     Raises:
         ModelError: transformers has no such class, or the checkpoint is neither a causal LM nor a
@@ -69,10 +69,10 @@ def reward_class(config: PreTrainedConfig, name_or_path: str) -> type[PreTrained
 
 
 def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: HFAssets) -> None:
-    """Change `assets` in place for a reward model, and set the model's pad token if missing.
+    """Change `assets`, in place, from those of the source checkpoint to those of a reward model.
 
-    For a causal LM's checkpoint, the config gets the new class, the old head is skipped, and the
-    new head is marked as drawn at random.
+    If the source is a causal LM, the config gets the new class. Its head is not loaded, and the new
+    head is listed as initialised at random. Sets the model's pad token to 0 if it has none.
 
     Args:
         model: the reward model.
@@ -106,13 +106,13 @@ def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: 
 
 
 def _find_causal_lm_class(config: PreTrainedConfig) -> Any:
-    """Return the causal LM class of the source checkpoint, multimodal ones included; or None."""
+    """Return the multimodal or causal LM class of the source checkpoint; None if it has none."""
     class_name = next(iter(config.architectures or ()), None)
     return multimodal_class(config, class_name) or causal_lm_class(config)
 
 
 def _causal_lm_head_keys(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
-    """List the tensors of a causal LM's checkpoint that are loaded into its head."""
+    """List the tensors of a causal LM's checkpoint that transformers loads into its head."""
     causal_class = _find_causal_lm_class(config)
     if causal_class is None:
         return []
@@ -127,7 +127,10 @@ def _causal_lm_head_keys(config: PreTrainedConfig, assets: HFAssets) -> list[str
 
 
 def set_pad_token_id(model: PreTrainedModel, assets: HFAssets, pad: int) -> None:
-    """Set the pad token by which a reward model finds the last token, for exports too."""
+    """Set the pad token in the model's config and in the config that exports contain.
+
+    A reward model reads its output at the last token that is not this one.
+    """
     model.config.get_text_config().pad_token_id = pad
     text = assets.config.get("text_config")
     (text if isinstance(text, dict) else assets.config)["pad_token_id"] = pad

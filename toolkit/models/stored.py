@@ -21,7 +21,7 @@ _SCALES = (".scale", ".qscale_weight", "_scale_inv")
 
 
 def make_dequantiser(config: PreTrainedConfig) -> Any:
-    """Create transformers' quantiser with which quantised weights are read in full precision.
+    """Create transformers' quantiser that reads quantised weights in full precision.
 
     Returns:
         The quantiser; None if the weights are not quantised, or it cannot dequantise them.
@@ -44,9 +44,10 @@ def make_dequantiser(config: PreTrainedConfig) -> Any:
 
 
 def _with_padded_blocks(operation: type) -> type:
-    """Return a subclass of a dequantising operation that accepts incomplete blocks of scales.
+    """Return a subclass of a dequantising operation that accepts incomplete blocks.
 
-    DeepSeek-V3's `kv_a_proj_with_mqa` has 576 rows, for example, which transformers refuses.
+    The class itself refuses a matrix whose size is not a multiple of the block size, such as
+    DeepSeek-V3's `kv_a_proj_with_mqa` with 576 rows.
     """
 
     class WholeBlocks(operation):  # type: ignore[misc, valid-type]
@@ -71,14 +72,13 @@ def _with_padded_blocks(operation: type) -> type:
 
 
 def group_stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str, ...]]:
-    """Map each matrix that is stored in several parts (values, scales) to the parts' keys.
+    """Return matrix name -> keys of its parts, for matrices that are stored in several parts.
+
+    The parts are quantised values and scales. Their keys are in alphabetical order.
 
     Args:
         keys: keys of the checkpoint.
         reader: quantiser from `make_dequantiser`.
-
-    Returns:
-        Name of a matrix -> the keys of its parts, in alphabetical order.
     """
     stored_keys = set(keys)
     parts = dict[str, list[str]]()
@@ -106,7 +106,9 @@ def group_stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str,
 def dtypes_after_dequantising(
     source: dict[str, str], parts: dict[str, tuple[str, ...]], dtype: torch.dtype
 ) -> dict[str, str]:
-    """Return key -> safetensors dtype after matrices in several parts are dequantised.
+    """Return key -> safetensors dtype of a checkpoint whose quantised matrices are dequantised.
+
+    The keys of parts are replaced by the name of their matrix.
 
     Args:
         source: key -> dtype as stored.
@@ -122,21 +124,21 @@ def dtypes_after_dequantising(
 def dequantise_parts(
     reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Read the stored parts of one matrix and dequantise them on the CPU."""
+    """Read the stored parts of one matrix from `entries`, and dequantise them on the CPU."""
     return _dequantise(reader, [read_tensor(entries[key]) for key in keys], dtype)
 
 
 def dequantised_shape(
     reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Compute the shape that `dequantise_parts` would return. Reads no values."""
+    """Compute the shape that `dequantise_parts` would return, without reading values."""
     parts_entries = (entries[key] for key in keys)
     parts = [torch.empty(e.shape, dtype=e.dtype, device="meta") for e in parts_entries]
     return tuple(_dequantise(reader, parts, dtype).shape)
 
 
 def _dequantise(reader: Any, parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Run the quantiser's operation on the parts of one matrix."""
+    """Run the quantiser's operation on the parts of one matrix. The largest part has the values."""
     operation: Any = reader.get_load_operations()["dequantize"](reader)
     values, scales, *_ = sorted(parts, key=lambda t: -t.numel())
     return operation._dequantize_one(values, scales, dtype)

@@ -85,7 +85,7 @@ def build_meta_model(
 def build_noisy_copy(
     model_class: Any, config: PreTrainedConfig, device: torch.device
 ) -> PreTrainedModel:
-    """Build a model of `config` in eval mode, with noise added to all its parameters.
+    """Build a model of `config` on `device`, in eval mode, with noise added to its random weights.
 
     Initial zeros and ones would hide errors such as a leak between samples. The values are the same
     in each call. The dtype is fp32, or bf16 for flash attention.
@@ -104,14 +104,15 @@ def build_noisy_copy(
 
 
 def describe_layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> list[str]:
-    """Describe the kind of each decoder layer, as a JSON string; equal strings mean equal kinds.
+    """Describe each decoder layer by a JSON string that is equal for layers of the same kind.
 
-    A kind consists of the layer's modules, their non-numeric attributes, and the layer's entries in
-    lists of the config. Numbers are ignored, because widths and layer indices make no new kind.
+    It contains the layer's modules, their non-numeric attributes, and the layer's entries in lists
+    of the config. Numbers are ignored, because widths and layer indices make no new kind.
 
     Args:
         model: on meta or not.
-        full: the model of which `model` is a tiny copy, if it is one. Layers are located in it.
+        full: the full model if `model` is a tiny copy of it, because only there layers are found by
+            their size. None: `model` is full itself.
     """
     full = model if full is None else full
     names = list(decoder_layers(full))
@@ -135,7 +136,7 @@ def describe_layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = 
 
 
 def _describe_modules(layer: nn.Module) -> list[str]:
-    """Describe the modules of a layer and their attributes, as sorted JSON strings."""
+    """Return a sorted list of JSON strings that describe the modules of a layer."""
     lines = set()
     for name, module in layer.named_modules():
         attributes = {
@@ -162,9 +163,10 @@ def shrunk_configs(
 
     Args:
         config: config of the full model; it is not changed.
-        kinds: kind of each of its layers, from `describe_layer_kinds`.
-        length: length of a row. Attention windows that are as long are not reduced. None: reduce
-            all.
+        kinds: kind of each of its layers, from `describe_layer_kinds`. A copy has as many of the
+            first layers as contain all kinds.
+        length: length of a row in tokens. Attention windows that are as long are not reduced; None:
+            reduce all.
         real_text: keep vocabulary, positions and windows, and at least two layers.
     """
     depth = max(kinds.index(kind) for kind in set(kinds)) + 1
@@ -199,7 +201,7 @@ def shrunk_configs(
 
 
 def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Yield a config and all configs nested in it."""
+    """Yield a config and all configs nested in it, at any depth."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
@@ -207,12 +209,12 @@ def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _shrink_section(section: PreTrainedConfig, length: int | None, real_text: bool) -> None:
-    """Reduce experts, widths, vocabulary, positions and windows in one config, in place.
+    """Reduce experts, inner widths, vocabulary, positions and windows in one config, in place.
 
     Args:
-        section: a config without the configs nested in it.
+        section: a config. Configs nested in it are not changed.
         length: see `shrunk_configs`.
-        real_text: see `shrunk_configs`.
+        real_text: keep vocabulary, positions and windows.
     """
     vocabularies = [name for name in vars(section) if "vocab_size" in name]
     sizes = ((_EXPERTS, 4), (_CHOSEN, 2), (_GROUPS, 1), (_INNER, 64))
@@ -239,7 +241,9 @@ def _shrink_section(section: PreTrainedConfig, length: int | None, real_text: bo
 
 
 def _shrink_longrope(section: Any, cut: Callable[[int], int]) -> bool:
-    """Apply `cut` to the length at which `longrope` positions change their factors, in place.
+    """Apply `cut` to `original_max_position_embeddings` of `longrope` settings, in place.
+
+    At this length, `longrope` positions change their factors.
 
     Returns:
         True if the config uses `longrope`.
@@ -260,7 +264,7 @@ def _shrink_longrope(section: Any, cut: Callable[[int], int]) -> bool:
 def _change_integers(
     section: PreTrainedConfig, names: Iterable[str], cut: Callable[[int], int]
 ) -> None:
-    """Apply `cut` to the positive integers (also in lists) of the settings `names`, in place."""
+    """Apply `cut` to positive integers in the settings `names`, also in lists, in place."""
     for name in names:
         value = vars(section).get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -270,7 +274,10 @@ def _change_integers(
 
 
 def _shrink_widths(section: PreTrainedConfig) -> None:
-    """Divide heads and widths by the largest factor that leaves four heads, in place."""
+    """Divide the numbers of heads and all widths by one factor, in place.
+
+    It is the largest common divisor that leaves four heads. Widths above 32 stay at 32 or more.
+    """
     heads, widths, keys = (
         [n for name in names if isinstance(n := vars(section).get(name), int) and n > 0]
         for names in (_HEADS, _WIDTHS, _KEY_HEADS)
@@ -289,12 +296,12 @@ def _shrink_widths(section: PreTrainedConfig) -> None:
 
 
 def _set_one_state_group(section: PreTrainedConfig) -> None:
-    """Set the number of Mamba's state groups to 1, in place."""
+    """Set Mamba's number of state groups to 1, in place."""
     _change_integers(section, _STATE_GROUPS, lambda _: 1)
 
 
 def _shrink_hidden_size(section: PreTrainedConfig) -> None:
-    """Set all widths of the hidden state to 64, in place, if they are equal and exceed 64."""
+    """Set all widths of the hidden state to 64, in place, if they are equal and above 64."""
     widths = [n for name in _WIDTHS if isinstance(n := vars(section).get(name), int) and n > 0]
     if len({*widths}) == 1 and widths[0] > _NARROW:
         _change_integers(section, _WIDTHS, lambda _: _NARROW)
@@ -328,12 +335,12 @@ _faults: dict[tuple[type, str], str] = {}
 
 
 def find_text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    """Try with a tiny copy if a multimodal class can be trained on text alone, and return why not.
+    """Try if a multimodal class can be trained on text alone, and return the reason if it cannot.
 
-    Takes a second. The result is cached for this process.
+    Runs a tiny copy, which takes a second. The result is cached for this process.
 
     Returns:
-        The reason; "" if it can, or if no tiny copy could be built.
+        The reason; "" if it can be trained, or if every copy is too large to try.
     """
     key = (model_class, config.to_json_string(use_diff=False))
     if key not in _faults:
@@ -342,7 +349,10 @@ def find_text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig
 
 
 def _find_fault_in_copies(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    """Build tiny copies until one of them runs, and return its fault; see `find_text_fault`."""
+    """Run tiny copies until one runs without an exception; return its fault.
+
+    If none does, return the last exception as text; see `find_text_fault`.
+    """
     fault = ""
     try:
         kinds = describe_layer_kinds(build_meta_model(model_class, config))
@@ -367,10 +377,9 @@ def _find_fault_in_copies(model_class: type[PreTrainedModel], config: PreTrained
 
 @torch.no_grad()
 def _find_fault_in_copy(model: PreTrainedModel) -> str:
-    """Return why a copy is no causal LM: wrong logit shape, or logits that depend on later tokens.
+    """Return why a copy is not a causal LM on text; "" if it is.
 
-    Returns:
-        The reason; "" if there is no fault.
+    The reasons are a wrong shape of the logits, or logits that depend on later tokens.
     """
     with forked_rng(), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)

@@ -48,9 +48,9 @@ _TAG = re.compile(r"^\s*(<[^<>\s/]+>|\[[A-Z_]+\]|◁\w+▷)")
 def check_all_printed(
     search: EdgeSearch, supervised: Sequence[int], *, has_tools: bool
 ) -> Counter[str]:
-    """Check that the rendering contains all parts of a conversation; count lesser omissions.
+    """Raise an error if the template does not print a part of the conversation.
 
-    Costs a rendering for each tool call, each short part, the tools, and unusual keys of turns.
+    Costs one rendering per tool call, per short text, for the tools, and for unusual keys of turns.
 
     Args:
         search: the conversation and its rendering.
@@ -58,11 +58,12 @@ def check_all_printed(
         has_tools: the conversation has tools.
 
     Returns:
-        Warning -> count, for earlier reasoning and unusual keys that the template omits.
+        Warning -> count. The warnings are about unprinted reasoning of supervised turns before the
+        last one, and about unprinted keys such as `weight`. They are not errors.
 
     Raises:
-        BadRow: the template omits or cuts a content, a tool call, the tools, or the reasoning of
-            the last supervised turn.
+        BadRow: the template omits or truncates the content of a turn, a tool call, the tools, or
+            the reasoning of the last supervised turn.
     """
     printed_turns = _find_printed_short_contents(search)
     for i, message in enumerate(search.messages):
@@ -85,13 +86,16 @@ def check_all_printed(
 
 
 def _is_printed(search: EdgeSearch, i: int, part: str, changed_to: Changed) -> bool:
-    """Return True if the rendering has a part of turn `i`. Costs a rendering if the part is short.
+    """Return True if the rendering contains `part`, which is a text of turn `i`.
+
+    An empty part counts as printed. If a part is short or absent, the turn is rendered again with
+    a marker word in its place, and the word must be printed.
 
     Args:
         search: the conversation and its rendering.
         i: index of the turn.
-        part: text of the content or the reasoning.
-        changed_to: returns the turn with another word in place of the part.
+        part: content or reasoning of the turn.
+        changed_to: function from a word to a copy of the turn with this word in place of `part`.
     """
     if not part or (len(part) >= SURELY and part in search.text):
         return True
@@ -102,9 +106,10 @@ def _is_printed(search: EdgeSearch, i: int, part: str, changed_to: Changed) -> b
 
 
 def _find_printed_short_contents(search: EdgeSearch) -> set[int]:
-    """Return the turns whose short contents are printed, after one rendering for all of them.
+    """Return the indices of turns with a short content that is printed; costs one rendering.
 
-    Returns an empty set if fewer than `_MANY` turns are short; they are checked one by one.
+    A content is short if it has fewer than `SURELY` characters. If there are fewer than `_MANY`
+    short contents, the result is an empty set, and the caller checks each turn separately.
     """
     contents = {i: (m.get("content") or "").strip() for i, m in enumerate(search.messages)}
     words = {i: f"{search.words[0]}q{i}q" for i, c in contents.items() if 0 < len(c) < SURELY}
@@ -115,10 +120,12 @@ def _find_printed_short_contents(search: EdgeSearch) -> set[int]:
 
 
 def _check_call(search: EdgeSearch, i: int, at: int) -> None:
-    """Check that tool call number `at` of turn `i` is printed, and its arguments as JSON.
+    """Raise BadRow if a tool call is not printed, or its arguments are printed as a Python dict.
 
-    Raises:
-        BadRow: the call is not printed, or its arguments are printed as a Python dict.
+    Args:
+        search: the conversation and its rendering.
+        i: index of the turn.
+        at: index of the call within the turn.
     """
     function = search.messages[i]["tool_calls"][at]["function"]
     text, mark = search.text, (name := function["name"])
@@ -146,10 +153,11 @@ def _check_call(search: EdgeSearch, i: int, at: int) -> None:
 
 
 def _check_reasoning(search: EdgeSearch, supervised: Sequence[int]) -> Counter[str]:
-    """Check that the last supervised turn has its reasoning printed; count earlier omissions.
+    """Raise BadRow if the reasoning of the last supervised turn is not printed.
 
-    Raises:
-        BadRow: the reasoning of the last supervised turn is not printed.
+    Returns:
+        {`EARLIER_REASONING`: number of earlier supervised turns with unprinted reasoning}; empty if
+        there are none.
     """
     notes = Counter[str]()
     for i in supervised:
@@ -171,9 +179,11 @@ def _check_reasoning(search: EdgeSearch, supervised: Sequence[int]) -> Counter[s
 
 
 def _iterate_reasoning(search: EdgeSearch, message: Message) -> Iterator[tuple[str, Changed]]:
-    """Yield (text, replace) for each text of reasoning in a turn.
+    """Yield (text, replace) for each reasoning text of a turn.
 
-    `replace(word)` returns a copy of the turn with a word in place of the text.
+    The text is the value of a key in `REASONING`. If the content is not printed as it is, the text
+    before an end tag such as `</think>` is reasoning, too. `replace(word)` returns a copy of the
+    turn with `word` in place of the text.
     """
     for key in REASONING:
         if isinstance(thought := message.get(key), str):
@@ -193,7 +203,10 @@ def _replace_key(message: Message, key: str, word: str) -> Message:
 
 
 def _count_unused_keys(search: EdgeSearch) -> Counter[str]:
-    """Return a warning with count 1 for each unusual key of turns that the template ignores."""
+    """Return a warning with count 1 for each key of turns that does not change the rendering.
+
+    Keys of the standard format, such as `role` and `tool_calls`, are not tested.
+    """
     keys = dict.fromkeys(
         key
         for message in search.messages
@@ -211,7 +224,12 @@ def _count_unused_keys(search: EdgeSearch) -> Counter[str]:
 
 
 def _not_printed_error(part: str, kind: str) -> BadRow:
-    """Create the error for a part that is not printed; `kind` names the kind of part in counts."""
+    """Create the error for an unprinted part of a conversation.
+
+    Args:
+        part: description of the part, for the message.
+        kind: "content" or "tool call". Skipped rows are counted under this word.
+    """
     return BadRow(
         f"the chat template prints nothing, or only a part, of the {part}; use another template "
         "(data.chat_template), or skip such rows (data.on_bad_row: skip)",
@@ -238,19 +256,22 @@ _EMPTY_BLOCK = re.compile(
 def align_beginnings(
     search: EdgeSearch, rendered: Rendered, turns: list[int], advice_for: Callable[[str, int], str]
 ) -> Rendered:
-    """Move the starts of spans so that all answers begin alike; see [Note: beginnings of answers].
+    """Exclude an empty reasoning block from the loss if only the last answer begins with it.
 
-    Costs a rendering for each answer that the template begins with tags alone.
+    Such a block is, for example, `<think></think>`; see [Note: beginnings of answers]. If all
+    answers begin with the block, it stays supervised. Costs one rendering for each answer that
+    begins with such a block.
 
     Args:
         search: the conversation and its rendering.
-        rendered: the rendering with its spans.
-        turns: the turns of the spans, in order.
-        advice_for: returns a sentence that explains how to make the prompt for a turn end with
-            a given text.
+        rendered: the rendering with one span per turn. With another number of spans, it is returned
+            unchanged.
+        turns: indices of the turns to which the spans belong.
+        advice_for: function of (text, turn index). It returns a sentence that explains how to make
+            the generation prompt for this turn end with the text.
 
     Returns:
-        The rendering with the moved spans, and with a note for each empty block.
+        The rendering with the new spans, and with a note for each empty block.
     """
     spans, notes = list(rendered.spans), Counter[str]()
     # Spans of unchecked generation markers do not belong to turns.
@@ -276,9 +297,14 @@ def align_beginnings(
 
 
 def _find_inserted_tags(search: EdgeSearch, i: int, span: Span) -> str:
-    """Return the tags that the template prints between the start and the content of turn `i`.
+    """Return the tags that the template prints between the start of a span and the turn's content.
 
-    Empty if there is other text, or none.
+    Returns "" if nothing or anything other than tags and special tokens is printed there.
+
+    Args:
+        search: the conversation and its rendering.
+        i: index of the turn.
+        span: supervised characters [begin, end) of the turn.
     """
     low = search.lows.get(i)
     if low is None or low <= span[0]:
@@ -289,7 +315,11 @@ def _find_inserted_tags(search: EdgeSearch, i: int, span: Span) -> str:
 
 
 def _is_added_to_last_only(search: EdgeSearch, i: int, span: Span, inserted: str) -> bool:
-    """Return True if turn `i` would not begin with the tags `inserted` if more turns followed."""
+    """Return True if the tags `inserted` are no longer printed when further turns follow turn `i`.
+
+    The conversation is rendered up to turn `i` and two more turns. If the template refuses it, or
+    prints something else before the span, the result is False.
+    """
     more = [
         {"role": "user", "content": search.words[0]},
         {"role": "assistant", "content": search.words[1]},

@@ -20,16 +20,18 @@ _SEARCHED = 8  # number of answers that are searched one by one
 def find_spans_of_similar_answers(search: EdgeSearch, turns: Sequence[int]) -> Rendered | None:
     """Find the same spans as `EdgeSearch.find_spans`, in time linear in the text.
 
+    Only about ten answers are searched; see [Note: long conversations].
+
     Args:
         search: the conversation and its rendering.
         turns: indices of the answers, ascending.
 
     Returns:
-        The rendering with its spans; None if the answers are few, have tool calls or reasoning, or
-        are not printed alike.
+        The rendering with its spans; None if there are fewer than `MANY` answers, if one has tool
+        calls or reasoning, or if they are not all printed in the same form.
 
     Raises:
-        EdgesNotFound: the edges of an answer that is searched separately cannot be determined.
+        EdgesNotFound: the span of one of the searched answers cannot be found, or a span is wrong.
     """
     if len(turns) < MANY or any(_has_calls_or_reasoning(search, i) for i in turns):
         return None
@@ -75,7 +77,14 @@ def _has_calls_or_reasoning(search: EdgeSearch, i: int) -> bool:
 
 
 def _find_content_spans(search: EdgeSearch, turns: Sequence[int]) -> list[Span] | None:
-    """Return (begin, end) of the content of each answer in the text; None if they are ambiguous."""
+    """Return the characters [begin, end) of each answer's content in the rendering.
+
+    Costs two renderings.
+
+    Returns:
+        One span per index in `turns`; None if the positions are ambiguous or the template refuses
+        the changed answers.
+    """
     parts: list[list[str]] = []
     for word in search.words:
         words = {i: f"{word}q{i}q" for i in turns}
@@ -105,16 +114,16 @@ def _find_content_spans(search: EdgeSearch, turns: Sequence[int]) -> list[Span] 
 
 
 def _find_answer_header(search: EdgeSearch, i: int, before: Span, span: Span) -> str | None:
-    """Return the text between the content of the turn before answer `i` and the answer.
+    """Return the text between the content of turn `i - 1` and the content of answer `i`.
 
     Args:
         search: the conversation and its rendering.
         i: index of the answer.
-        before: span of the content of the previous answer.
+        before: span of the content of the previous answer, which is an earlier turn than `i - 1`.
         span: span of the content of this answer.
 
     Returns:
-        The header; None if the turn before is empty or is not found.
+        The header; None if turn `i - 1` is empty or is not printed between the two spans.
     """
     content = (search.messages[i - 1].get("content") or "").strip()
     between = search.text[before[1] : span[0]]

@@ -64,7 +64,7 @@ class EdgesNotFound(BadRow):
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text of a conversation with all special tokens. A tokenizer must not add more of them."""
+    """A rendered conversation. Its text has all special tokens, so a tokenizer must not add any."""
 
     text: str
     spans: list[Span]
@@ -107,13 +107,13 @@ class EdgeSearch:
         self.words = [_make_absent_word(word, self.text) for word in WORDS[:2]]
 
     def find_spans(self, turns: list[int]) -> Rendered:
-        """Find the characters of turns of the assistant, from after the prompt to the stop token.
+        """Find the supervised characters of assistant turns: from the prompt to the stop token.
 
         Args:
-            turns: indices of the turns, ascending.
+            turns: indices of the turns, ascending. The result has one span [begin, end) for each.
 
         Raises:
-            EdgesNotFound: the edges of a turn cannot be determined.
+            EdgesNotFound: the begin or end of a turn cannot be determined.
             BadRow: the template prints a turn several times.
         """
         spans, before = [], 0
@@ -130,7 +130,7 @@ class EdgeSearch:
         return Rendered(self.text, spans, +self.notes)
 
     def make_words_like(self, content: str) -> list[str]:
-        """Return two words as long as `content` that are not in the text; else an empty list."""
+        """Return two unused words of the length of `content`; [] if there are none."""
         words = [(word * (1 + len(content) // len(word)))[: len(content)] for word in self.words]
         return words if len(content) > 3 and not any(w in self.text for w in words) else []
 
@@ -172,8 +172,9 @@ class EdgeSearch:
         """Find where the content of turn `i`, including its tool calls, begins and ends.
 
         Returns:
-            (lower bound of the start, end without the stop token, call). `call` is None, or a
-            message with another tool call and its new text, if only they revealed the end.
+            (lower bound of the begin, end without the stop token, call). `call` is None, or, if the
+            end was found by changing a tool call, (changed turn, new text in its call). Raises
+            EdgesNotFound if the end is not clear.
         """
         message = self.messages[i]
         content, calls = message.get("content") or "", message.get("tool_calls")
@@ -208,7 +209,7 @@ class EdgeSearch:
         raise EdgesNotFound(f"cannot tell where {self.describe_turn(i)} ends in the rendering")
 
     def _find_arguments_end(self, i: int, end: int) -> int:
-        """Return the end of the last argument of the calls of turn `i`; `end` if unknown."""
+        """Return the offset after the last tool-call argument of turn `i`; `end` if unknown."""
         try:
             bare = self._is_bare_call(i)
             return self._find_changed_part(i, self._change_last_call(i), new_argument=bare)[1]
@@ -217,10 +218,10 @@ class EdgeSearch:
             return end
 
     def _find_calls_end(self, i: int, inner: int, end: int) -> int:
-        """Return the end of the last tag from `inner` to `end`: the end of the calls of turn `i`.
+        """Return the end of the tool calls of turn `i`, for a template without stop tokens.
 
-        For templates without stop tokens. `inner` is the end of the last argument. Returns `end` if
-        there is no tag; raises EdgesNotFound if other text follows the tag.
+        It is the end of the last tag within `self.text[inner:end]`, or `end` if there is no tag.
+        `inner` is the end of the last argument. Raises EdgesNotFound if text follows the tag.
         """
         marks = [*compile_marks(self.specials, tags=True).finditer(self.text, inner, end)]
         if not marks:
@@ -233,25 +234,22 @@ class EdgeSearch:
         return marks[-1].end()
 
     def _change_last_call(self, i: int) -> list[tuple[Message, str]]:
-        """Return two pairs (turn `i` with another last tool call, new text in this call)."""
+        """Return two copies of turn `i` with another last tool call: (copy, new text in it)."""
         pairs = zip(self.words, NUMBERS, strict=True)
         return [change_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
 
     def _find_changed_part(
         self, i: int, changes: list[tuple[Message, str]], *, new_argument: bool = False
     ) -> Span:
-        """Find the part of the text that changes with turn `i`.
+        """Find the characters [begin, end) of `self.text` that change if turn `i` is changed.
 
         Args:
             i: index of the turn.
-            changes: changed versions of the turn, each with the word to find in its rendering.
-            new_argument: the words are in an argument that the original turn does not have.
-
-        Returns:
-            (begin, end): all texts begin with `self.text[:begin]` and end with `self.text[end:]`.
+            changes: two pairs (changed turn, word to find in its rendering).
+            new_argument: the word is in an argument that the original turn does not have.
 
         Raises:
-            EdgesNotFound: a version is refused or not printed, or the end is not clear.
+            EdgesNotFound: a changed turn is refused or not printed, or the end is not clear.
             BadRow: the template prints the turn more than once.
         """
         renderings = (self.render_changed({i: message}) for message, _ in changes)
@@ -284,10 +282,10 @@ class EdgeSearch:
         return bool(calls) and calls[-1]["function"]["arguments"] in ({}, "{}")
 
     def _is_next_turn_after(self, i: int, low: int, end: int) -> bool:
-        """Return True if the turn after turn `i` is printed, with its header, after offset `end`.
+        """Return True if turn `i + 1`, with its header, is printed after offset `end`.
 
-        The text must change only after `end` if that turn has another content, or is replaced by a
-        user's turn. The second test is ignored if the text changes before `low` already.
+        If turn `i + 1` gets another content, or becomes a user's turn, the text must change only
+        after `end`. The latter test is ignored if the text changes before `low` already.
         """
         if i == len(self.messages) - 1:
             return True
@@ -301,7 +299,7 @@ class EdgeSearch:
         return end <= agreed or agreed <= low
 
     def _check_content(self, i: int, content: str, end: int) -> None:
-        """Raise EdgesNotFound if the template prints something else for the content of turn `i`."""
+        """Raise EdgesNotFound if the template prints another text than `content` before `end`."""
         before = self.text[:end].rstrip()
         if any(before.endswith(part) for part in printable_parts(content)):
             return
@@ -316,12 +314,12 @@ class EdgeSearch:
     # ---- Stop tokens
 
     def find_end(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
-        """Find the end of turn `i` including its stop token.
+        """Find the offset after turn `i` and its stop token; count turns without one in `notes`.
 
         Args:
             i: index of the turn.
-            end: end of its content.
-            call: the changed tool call that found `end`, if there is one.
+            end: offset after its content.
+            call: (changed turn, new text) if `find_content` had to change a tool call; else None.
 
         Raises:
             EdgesNotFound: the text after the content does not show the end of the turn.
@@ -352,10 +350,10 @@ class EdgeSearch:
     def _find_texts_after(
         self, i: int, following_text: str, call: tuple[Message, str] | None
     ) -> tuple[str, str]:
-        """Return (text after turn `i` if it is the last turn, text after it if a turn follows).
+        """Return (text after turn `i` as the last turn, text after it if another turn follows).
 
-        One of the two is `following_text`, the text after the turn in the rendering. The other is
-        found by rendering again; EdgesNotFound if no conversation can end with the turn.
+        One is `following_text`, which is the text after the turn in `self.text`; the other costs a
+        rendering. Raises EdgesNotFound if no conversation can end with the turn.
         """
         amid = i < len(self.messages) - 1
         if amid and self.messages[i].get("tool_calls"):
@@ -381,13 +379,13 @@ class EdgeSearch:
     # ---- Starts
 
     def find_start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
-        """Find the start of turn `i`, at which the prompt for it ends. Sets `self.prompt`.
+        """Find the offset at which the prompt for turn `i` ends; set `self.prompt` to the prompt.
 
         `low` and `end` are the result of `find_content`; `before` is the end of the previous span.
 
         Returns:
-            (offset, True if the text begins with the exact prompt for this turn). Raises
-            EdgesNotFound if the start is not clear.
+            (offset, True if `self.text` begins with the exact prompt for this turn). Raises
+            EdgesNotFound if the offset is not clear.
         """
         prompt_text = self.try_render(self.messages[:i], prompt=True)
         self.prompt = prompt_text or ""
@@ -420,12 +418,12 @@ class EdgeSearch:
         ), True
 
     def _count_header_characters(self, i: int, constant: str, prompted: bool) -> int:
-        """Return the number of characters of `constant` that the prompt supplies, not the model.
+        """Return the number of leading characters of `constant` that belong to the prompt.
 
         Args:
             i: index of the turn.
             constant: the text that the template prints before the content of the turn.
-            prompted: True if the generation prompt has added text before it.
+            prompted: True if the generation prompt has added text before `constant`.
 
         Raises:
             EdgesNotFound: it is not clear if the model has to write the text.
@@ -452,9 +450,9 @@ class EdgeSearch:
     def _find_start_after_previous(self, i: int) -> int:
         """Find the start of turn `i` by comparing the texts that can follow the previous turn.
 
-        A marker replaces the content of the previous turn. Each text follows that marker: `full` in
-        the conversation, `prompt` in the prompt for turn `i`, and `bare` without a generation
-        prompt. `tries` are the texts between this marker and another one in turn `i`.
+        In the code, a marker word replaces the content of the previous turn. `full`, `prompt` and
+        `bare` are the texts after it in the conversation, in the prompt for turn `i`, and in the
+        conversation before turn `i`. `tries` are the texts up to another marker word in turn `i`.
         """
         word = f"{self.words[0]}b"
         turns = [*self.messages]
@@ -487,7 +485,7 @@ class EdgeSearch:
         return len(self.text) - len(full) + self._find_prompt_end(i, full, prompt, bare, tries)
 
     def _find_prompt_end(self, i: int, full: str, prompt: str, bare: str, tries: list[str]) -> int:
-        """Return the length of the prompt in `full`; see `_find_start_after_previous` for texts.
+        """Return the length of the prompt in `full`; `_find_start_after_previous` has the texts.
 
         Raises EdgesNotFound if the prompt and the conversation continue differently.
         """
@@ -524,12 +522,9 @@ class EdgeSearch:
     # ---- Checks
 
     def check_prompt(self, i: int, begin: int, end: int) -> None:
-        """Check that the prompt for turn `i` does not contain the beginning of its span already.
+        """Raise EdgesNotFound if `self.prompt` ends with tags that the span [begin, end) repeats.
 
-        A note counts a last turn whose prompt is not in the text.
-
-        Raises:
-            EdgesNotFound: the prompt ends with tags that the span begins with.
+        If turn `i` is the last one and its prompt is not in the text, add a note.
         """
         prompt, inside = self.prompt, self.text[begin:end]
         most = min(len(inside), _LONGEST_PROMPT)
@@ -545,12 +540,12 @@ class EdgeSearch:
             self.notes[OTHER_PROMPT] += 1
 
     def check_span(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
-        """Check the span of a turn.
+        """Check that the span [begin, end) can be right for turn `i`.
 
         Args:
             i: index of the turn.
-            begin: start of the span.
-            end: end of the span.
+            begin: offset at which the span begins.
+            end: offset at which it ends.
             before: end of the previous span.
             exactly: all text before the span equals the prompt for the turn.
 
@@ -583,7 +578,10 @@ class EdgeSearch:
             )
 
     def _has_other_header(self, i: int, inside: str, turn_text: str) -> bool:
-        """Return True if `inside` has more answer headers than a rendering of turn `i` alone."""
+        """Return True if text `inside` has more answer headers than a rendering of turn `i` alone.
+
+        Returns False if the header is shorter than 3 characters or is in `turn_text`.
+        """
         header = self.traits.prompt.strip()
         if len(header) < 3 or header not in inside or header in turn_text:
             return False

@@ -171,8 +171,8 @@ class Template:
             turns: indices of the supervised turns.
 
         Returns:
-            The text with its spans, or the reason why it cannot be used. The reason names a boolean
-            variable of the template that would help, if there is one.
+            The text with its spans, or a BadRow with the reason. The BadRow suggests a value of
+            `enable_thinking` or `thinking` if that would help.
         """
         rendered = self._mark_any_spelling(conversation, turns)
         if isinstance(rendered, Rendered):
@@ -190,7 +190,10 @@ class Template:
         return rendered
 
     def _mark_any_spelling(self, conversation: Conversation, turns: list[int]) -> Rendered | BadRow:
-        """Render the first form of a conversation that the template accepts, and find its spans."""
+        """Render the first form of a conversation that the template accepts, and find its spans.
+
+        Returns a BadRow if no form can be used. `_iterate_spellings` gives the forms.
+        """
         refusal: BadRow | None = None
         for messages in _iterate_spellings(conversation.messages):
             try:
@@ -204,7 +207,7 @@ class Template:
         return refusal or BadRow("no messages")
 
     def _mark_spelling(self, conversation: Conversation, turns: list[int]) -> Rendered:
-        """Render one form of a conversation and find the spans of these turns, or raise BadRow."""
+        """Render one form of a conversation and find the spans of `turns`; may raise BadRow."""
         messages, tools = conversation.messages, conversation.tools
         traits = self._find_traits(conversation.template_kwargs)
         render = partial(self._render_text, tools=tools, kwargs=conversation.template_kwargs)
@@ -239,7 +242,7 @@ class Template:
         return align_beginnings(search, rendered, turns, advice_for)
 
     def _find_advice(self, conversation: Conversation, inserted: str, turn: int) -> str:
-        """Return a sentence on how to make the prompt for a turn end with `inserted`. Cached."""
+        """Explain which argument makes the prompt for turn `turn` end with `inserted`. Cached."""
         kwargs = conversation.template_kwargs
         key = inserted, json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._advice:
@@ -262,7 +265,7 @@ class Template:
     def _shrink_marker(
         self, text: str, span: Span, prompts: list[int], traits: TemplateTraits
     ) -> Span:
-        """Remove the prompt, and white space after a stop token, from the span of a marker."""
+        """Remove the prompt, and white space after a stop token, from a span between markers."""
         begin, end = max([span[0], *(at for at in prompts if span[0] < at < span[1])]), span[1]
         marked_text = text[begin:end]
         header = traits.prompt[
@@ -277,7 +280,7 @@ class Template:
         )
 
     def _find_traits(self, kwargs: dict[str, Any]) -> TemplateTraits:
-        """Return the traits of the template with these arguments, from a cache if possible."""
+        """Return the texts around answers that the template prints with these arguments. Cached."""
         key = json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._traits:
             if len(self._traits) > 100:
@@ -373,7 +376,7 @@ def _check_markers(
 def _iterate_spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield a conversation in all forms that templates may expect, the usual one first.
 
-    The forms differ only in turns with tool calls. Arguments are a mapping or JSON text. A missing
+    They differ only in turns with tool calls: arguments are a mapping or JSON text, and a missing
     content stays missing, or is null or empty.
     """
     plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
@@ -391,7 +394,7 @@ def _spell_calls(message: Message, silent: Message, as_text: bool) -> Message:
 
     Args:
         message: the turn.
-        silent: replaces the content of a turn that has no text.
+        silent: a mapping with the content that replaces a blank one; {} removes it.
         as_text: write arguments as JSON text.
     """
     calls = message.get("tool_calls")
@@ -418,7 +421,7 @@ class _FixedDatetime(datetime.datetime):
 
 @contextmanager
 def _fixed_clock_and_random() -> Iterator[None]:
-    """Make templates see a fixed date and a seeded `random`; restore clock and state at the end."""
+    """Within the context, give templates a fixed date and a seeded `random`; then restore both."""
     clock, state = chat_template_utils.datetime, random.getstate()
     chat_template_utils.datetime = _FixedDatetime  # type: ignore[misc]
     random.seed(0)

@@ -38,14 +38,20 @@ def common_prefix_length(first: str, *texts: str) -> int:
 
 @lru_cache(maxsize=64)
 def compile_marks(words: Marks, tags: bool = False) -> re.Pattern[str]:
-    """Compile a pattern for any of these texts and, if `tags`, for tags such as `<think>`."""
+    """Compile a pattern that matches any of `words` and, if `tags`, any tag such as `<think>`.
+
+    Without words and tags, the pattern matches nothing. Cached.
+    """
     longest_first = sorted(filter(None, words), key=len, reverse=True)
     either = [*map(re.escape, longest_first), *([_TAG] if tags else [])]
     return re.compile("|".join(either) or "(?!)")
 
 
 def align_to_mark(text: str, at: int, specials: Marks) -> int:
-    """Return the offset `at`, moved to the start of the tag or special token that contains it."""
+    """Return the offset `at`, moved to the start of the tag or special token that contains it.
+
+    An offset that is not inside of one is returned unchanged.
+    """
     for match in compile_marks(specials, tags=True).finditer(text):
         if match.start() < at < match.end():
             return match.start()
@@ -72,10 +78,16 @@ class TemplateTraits:
 def find_traits(
     render: Render, specials: Marks, bos: str | None, eos: str | None
 ) -> TemplateTraits:
-    """Determine the traits of a template from renderings of a question, an answer and a question.
+    """Determine the texts that a template prints around answers, by rendering a short test chat.
 
-    The traits are empty if the template cannot render this conversation, not even after a system
-    text.
+    The chat is a question, an answer and a question. If the template refuses it, it is rendered
+    with a system text before it. If that fails too, the result has no texts.
+
+    Args:
+        render: renders messages with the template.
+        specials: special tokens.
+        bos: the begin-of-sequence token, if there is one.
+        eos: the end-of-sequence token, if there is one.
     """
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
     following = {"role": "user", "content": _NEXT}
@@ -126,12 +138,12 @@ def find_traits(
 
 
 def _find_answer_opener(between: str, ends: str, before_next: str, specials: Marks) -> list[str]:
-    """Return a list with the special token that ends the header of an answer, or an empty list.
+    """Return [the last special token of an answer's header], or [] if the header has none.
 
     Args:
-        between: text between a question and its answer. The token is the last one in it.
-        ends: text after an answer at the end. Its first special token is no opener.
-        before_next: text after an answer before the next turn, likewise.
+        between: text between a question and its answer, which is searched.
+        ends: text after an answer at the end of a chat. Its first special token is excluded.
+        before_next: text between an answer and the next turn. Its first special token is excluded.
         specials: special tokens.
     """
     pattern = compile_marks(specials)
@@ -152,14 +164,15 @@ def find_closings(
 
     Args:
         last: text after the turn at the end of a conversation.
-        middle: text after the turn within a conversation.
+        middle: text between the turn and the next one.
         specials: special tokens.
-        openers: special tokens that begin a turn.
+        openers: special tokens that begin a turn; they are no stop tokens.
         calls: the turn has tool calls, so its special tokens need not be adjacent.
-        only_amid: allow that only a turn within a conversation has a stop token.
+        only_amid: if `last` is blank, accept a stop token that is only in `middle`.
 
     Returns:
-        The texts; empty if there is no stop token, or if it is ambiguous.
+        One or two texts; two if the stop token at the end differs from the one before a turn. Empty
+        if there is no stop token, or if it is ambiguous.
     """
     whole = last.rstrip()
     ends = any(s and whole.endswith(s) and s not in openers for s in specials)
@@ -210,18 +223,18 @@ def only_content(message: Message, content: str) -> Message:
 def change_call(
     message: Message, at: int, where: str, word: str, number: int
 ) -> tuple[Message, str]:
-    """Copy a message with a change in one of its tool calls.
+    """Return a copy of a message with one changed value in one of its tool calls, and that value.
 
     Args:
         message: a turn with tool calls.
         at: index of the call.
-        where: `name`, or `argument` for the last value in the arguments, at any depth; if there is
-            none, a new one is added.
-        word: replaces text.
-        number: replaces any other value.
+        where: `name` changes the name of the function. `argument` changes the last value in the
+            arguments, at any depth. If they are empty, an argument is added.
+        word: the new value in place of a text, or the name of the added argument.
+        number: the new value in place of anything else.
 
     Returns:
-        The changed copy, and the new value as text, to search for in its rendering.
+        (changed copy, new value as text).
     """
     message = copy.deepcopy(message)
     inner: Any = message["tool_calls"][at]["function"]
@@ -243,9 +256,9 @@ def without_reasoning(message: Message) -> Message | None:
 
 
 def join_texts(message: Message) -> str:
-    """Join all texts of a turn: content, reasoning, and tool calls.
+    """Join all texts of a turn with newlines: content, reasoning, and tool calls.
 
-    Arguments of calls are included in all forms in which templates print them.
+    Arguments of calls are included as Python text and as JSON, since templates print either.
     """
     texts = [message.get("content"), *(message.get(key) for key in REASONING)]
     for call in message.get("tool_calls") or []:
@@ -264,7 +277,7 @@ def common_prefix_ignoring_space(prompt: str, text: str) -> Span:
     """Compute the common prefix of two texts, ignoring white space.
 
     Returns:
-        Its length in `prompt`, and its length in `text`.
+        (its length in `prompt`, its length in `text`); each includes the white space there.
     """
     a = b = 0
     while a < len(prompt):
@@ -280,7 +293,10 @@ def common_prefix_ignoring_space(prompt: str, text: str) -> Span:
 
 
 def printable_parts(content: str) -> list[str]:
-    """List a content and its endings after each tag; a template may drop what precedes a tag."""
+    """List a content and, for each tag in it, the text after the tag. Blank texts are omitted.
+
+    A template may print only such a part, because it drops reasoning before a tag.
+    """
     tags = compile_marks((), tags=True).finditer(content)
     parts = [content, *(content[tag.end() :] for tag in tags)]
     return [part.strip() for part in parts if part.strip()]

@@ -45,10 +45,10 @@ class NameMapping:
     def from_setting(
         cls, mapping: Mapping[str, str | None], standard: Collection[str]
     ) -> "NameMapping":
-        """Sort the entries of `data.columns` into columns, keys of turns and roles.
+        """Sort the entries of `data.columns` into columns, keys of turns, roles and skipped names.
 
         Args:
-            mapping: the setting.
+            mapping: the setting. An entry with the value None skips a name.
             standard: standard names of the columns that some format uses.
 
         Raises:
@@ -77,21 +77,23 @@ class NameMapping:
         return cls(columns, keys, roles, skipped)
 
     def with_columns(self, columns: Mapping[str, str]) -> "NameMapping":
-        """Return a copy with more columns (standard name -> name in the rows).
+        """Return a copy with additional columns (standard name -> name in the rows).
 
-        Columns of the setting take precedence over the new ones.
+        If a column is in the setting too, the setting wins.
         """
         return replace(self, columns={**columns, **self.columns})
 
     def find_absent_names(self, rows: Sequence[Row], where: str) -> list[str]:
-        """List the skipped names and the roles of `data.columns` that are not in the first rows.
+        """List skipped names and roles of the setting that do not occur in the first rows.
+
+        The caller may warn of them. Absent names that are surely errors raise an exception.
 
         Args:
             rows: the first rows of the source, with their original names.
-            where: the source, for messages.
+            where: name of the source, for messages.
 
         Raises:
-            DataError: a mapped column or key is missing, or a skipped name looks misspelled.
+            DataError: a mapped column or key does not occur, or a skipped name looks misspelled.
         """
         columns = dict.fromkeys(name for row in rows for name in row)
         turns = [turn for row in rows for name in columns for turn in _read_turns(row.get(name))]
@@ -121,16 +123,13 @@ class NameMapping:
         return [*(n for n in absent if n not in REASONING), *sorted({*self.roles} - roles)]
 
     def check_used(self, used: Collection[str], rows: Sequence[Row], where: str, by: str) -> None:
-        """Check that the format of the rows uses every mapped column.
+        """Raise DataError if the setting maps a column that the format of the rows does not use.
 
         Args:
             used: standard names of the columns that the format uses.
             rows: the first rows, renamed.
-            where: the source, for messages.
-            by: title of the format.
-
-        Raises:
-            DataError: a mapped column is not used.
+            where: name of the source, for the message.
+            by: title of the format, for the message.
         """
         turns = [turn for row in rows for name in row for turn in _read_turns(row.get(name))]
         keys = {key for turn in turns for key in turn}
@@ -143,12 +142,12 @@ class NameMapping:
                 )
 
     def rename_row(self, row: Row, json_turns: Collection[str] = ()) -> Row:
-        """Return a row with standard names of columns, turn keys and roles, without skipped ones.
+        """Return a row with standard names of columns, turn keys and roles; drop skipped names.
 
         Args:
             row: a row as it was read.
-            json_turns: columns whose text is parsed as a JSON list of turns. The columns in
-                `TURN_COLUMNS` are always parsed.
+            json_turns: columns whose text is parsed as a JSON list of turns, if names in turns
+                change. Those in `TURN_COLUMNS` need not be given.
         """
         dropped = {*self.columns.values(), *self.skipped}
         row = {name: value for name, value in row.items() if name not in dropped} | {
@@ -159,7 +158,11 @@ class NameMapping:
         return {name: self._rename_value(name, value, json_turns) for name, value in row.items()}
 
     def _rename_value(self, name: str, value: Any, json_turns: Collection[str]) -> Any:
-        """Rename the keys and roles of turns in column `name`; return other values unchanged."""
+        """Rename the keys and roles of turns in the value of column `name`.
+
+        Values without turns are returned unchanged. JSON text is parsed only in `TURN_COLUMNS` and
+        in the columns `json_turns`.
+        """
         if name not in _MAY_HOLD_TURNS:
             return value
         if isinstance(value, dict) and {"role", "from", *self.keys} & {*value}:
@@ -170,7 +173,10 @@ class NameMapping:
         return [self._rename_turn(turn) for turn in turns] if turns else value
 
     def _rename_turn(self, turn: Row) -> Row:
-        """Return a turn with standard keys and roles, without skipped keys and reasoning."""
+        """Return a turn with standard keys and roles, without the skipped keys.
+
+        If `reasoning_content` is skipped, a `<think>` block is also removed from an answer's text.
+        """
         skips_reasoning = REASONING[0] in self.skipped
         skipped = {*self.skipped, *(REASONING if skips_reasoning else ())}
         turn = {self.keys.get(k, k): v for k, v in turn.items() if k not in skipped}
@@ -184,7 +190,7 @@ class NameMapping:
         return turn
 
     def parse_json_turns(self, rows: Sequence[Row], name: str) -> list[list[Row]] | None:
-        """Parse column `name`, which holds JSON text of turns, and rename the keys and roles.
+        """Parse column `name` of each row as JSON text of turns, with renamed keys and roles.
 
         Returns:
             One list of turns per row. None if any row has another value, or if there are no rows.
@@ -200,13 +206,16 @@ class NameMapping:
 
 
 def _suggest_name(name: str, names: Collection[Any]) -> str:
-    """Return "; did you mean NAME?" with the most similar of `names`; empty if none is similar."""
+    """Return "; did you mean NAME?" with the most similar of `names`; "" if none is similar."""
     near = difflib.get_close_matches(name, [*map(str, names)], 1, 0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _read_turns(value: Any) -> list[Row]:
-    """Return the turns in a list, in JSON text of a list, or in a mapping; else an empty list."""
+    """Return the turns in a list or in JSON text of a list; [value] if the value is a mapping.
+
+    Any other value gives an empty list.
+    """
     try:
         value = parse_json(value) if isinstance(value, str) and value[:1] == "[" else value
     except (ValueError, RecursionError):
@@ -253,7 +262,10 @@ _LABELS = ("kto_tag", "is_good", "good", "desirable", "feedback", "thumbs_up", "
 
 
 def suggest_example_columns(rows: Sequence[Row]) -> str:
-    """Return a sentence that suggests `data.columns` for rows whose format is not known."""
+    """Return a sentence that suggests `data.columns` for rows whose format is not known.
+
+    The suggestion uses common column names. If none is present, it is a general example.
+    """
     names = {name for row in rows for name in row}
     prompt, response = _first_existing(_PROMPTS, names), _first_existing(_RESPONSES, names)
     if turns := next(
@@ -287,7 +299,8 @@ def suggest_example_columns(rows: Sequence[Row]) -> str:
 def suggest_pair_columns(rows: Sequence[Row]) -> str:
     """Return a sentence that suggests `data.columns` for rows that are not recognised as pairs.
 
-    If no mapping suffices, the sentence explains how to rewrite the rows.
+    If no mapping suffices, the sentence explains how to rewrite the rows. If no known column is
+    present, it is a general example.
     """
     names = {name for row in rows for name in row}
     pair = next((sides for sides in _SIDES if {*sides} <= names), None)
@@ -313,7 +326,9 @@ def suggest_pair_columns(rows: Sequence[Row]) -> str:
 
 
 def suggest_answer_columns(names: Sequence[str]) -> str:
-    """Return a sentence that suggests `data.columns` for rows that have no label.
+    """Return a sentence that suggests `data.columns` for labelled answers.
+
+    If no known column is present, it is a general example.
 
     Args:
         names: the columns of the rows.

@@ -73,11 +73,11 @@ class Answer:
     desirable: bool
 
     def with_partner(self, other: "Answer | None") -> Pair | BadRow:
-        """Build a pair of this answer and the answer of another row, with the prompt of this row.
+        """Build a pair of this answer and another row's answer, both after this row's prompt.
 
         Returns:
-            The pair; a `SkippedRow`, which is not raised, if `other` is None or of another type
-            (text or conversation).
+            The pair, with this answer first. If `other` is None, or only one of the two is a
+            conversation, a `SkippedRow` is returned (not raised).
         """
         example = self.example
         partner = other and other.example
@@ -119,7 +119,11 @@ def parse_pair(row: Row, layout: Layout | None = None) -> Pair:
 
 
 def _unpack_prompt(row: Row) -> Row:
-    """Unpack the turns and tools of a prompt that is a mapping, as in OpenAI's API."""
+    """Unpack a prompt that is a mapping with `messages` and `tools`, as in OpenAI's API.
+
+    The column `prompt` gets the messages. The prompt's tools are used if the row has none. Rows
+    with another prompt are returned unchanged.
+    """
     prompt = row.get("prompt")
     if not isinstance(prompt, dict) or "messages" not in prompt:
         return row
@@ -152,7 +156,7 @@ def _add_sides(row: Row, layout: Layout) -> Row:
 
 
 def _read_margin(row: Row) -> float | None:
-    """Read the column `margin`; None if it is null or missing. Raises BadRow if it is no number."""
+    """Read the column `margin`; None if it is null or missing. Raises BadRow for other types."""
     if (margin := row.get("margin")) is None:
         return None
     if not _is_number(margin):
@@ -213,7 +217,10 @@ def _sort_by_rank(completions: Any) -> tuple[Any, Any]:
 def _read_answer(value: Any, name: str, layout: Layout) -> str | list[Row]:
     """Read the answer in column `name` as text or as a list of messages.
 
-    A single turn becomes a list. Raises BadRow for other values, and for text in a column of turns.
+    A single turn (a mapping) becomes a list.
+
+    Raises:
+        BadRow: the value is something else, or is text in a column that should have turns.
     """
     if isinstance(value, dict):
         value = [value]
@@ -229,7 +236,9 @@ def _read_answer(value: Any, name: str, layout: Layout) -> str | list[Row]:
 def _read_prompt(
     row: Row, layout: Layout, answers: Sequence[str | list[Row]]
 ) -> str | list[Row] | None:
-    """Read the prompt of a row: text, messages, or None if the answers contain it or there is none.
+    """Read the prompt of a row as text or messages; None if no separate prompt is needed.
+
+    That is the case if the answers begin with the prompt, or if the source has no prompts.
 
     Args:
         row: the row.
@@ -237,8 +246,8 @@ def _read_prompt(
         answers: the answers of the row, which may begin with the prompt.
 
     Raises:
-        BadRow: the row lacks the prompt that the layout expects, or the prompt may be in a column
-            that nothing uses.
+        BadRow: the row lacks a prompt although the layout has one, or an unused column may be the
+            prompt.
     """
     if "instruction" in layout.prompt:
         if row.get("instruction") is None:
@@ -281,12 +290,13 @@ def _parse_text_pair(
 ) -> Pair:
     """Build a pair from two answers that are texts.
 
-    The layout decides if the texts are dialogues, answers of the assistant or plain text. Without a
-    prompt, plain texts are split after their common beginning.
+    `layout` says if the texts are dialogues, answers of the assistant or plain text. Without a
+    prompt, the common beginning of two plain texts becomes their prompt.
 
     Raises:
         SkippedRow: an answer is empty, or the prompts of two dialogues differ.
-        BadRow: the row has a system text, or a text is not a dialogue as the layout expects.
+        BadRow: the row has a system text although its texts are plain, or a text is not a dialogue
+            as the layout expects.
     """
     if layout.dialogue and not layout.chat:
         prompt, chosen = _split_dialogue(chosen, "chosen")
@@ -319,19 +329,21 @@ def _parse_text_pair(
 
 
 def _assistant_turn(text: str) -> Row:
-    """Return a turn of the assistant with this text."""
+    """Return a message of the assistant with this text as content."""
     return {"role": "assistant", "content": text}
 
 
 def _parse_dialogue(text: str, name: str) -> list[Row]:
-    """Split a text at "Human:" and "Assistant:" into messages, without the space after the colon.
+    """Split a text at "Human:" and "Assistant:" into messages of the roles user and assistant.
+
+    The space after the colon is dropped.
 
     Args:
         text: the text.
         name: its column, for messages.
 
     Raises:
-        BadRow: the text does not begin with one of these two marks.
+        BadRow: the text does not begin with "Human:" or "Assistant:".
     """
     before, *parts = _SPEAKER.split(text)
     if before.strip() or not parts:
@@ -344,9 +356,10 @@ def _parse_dialogue(text: str, name: str) -> list[Row]:
 
 
 def _split_dialogue(text: str, name: str) -> tuple[str, str]:
-    """Split a dialogue into its prompt, which ends with the last "Assistant:", and its answer.
+    """Split the text of a dialogue into (prompt, answer) after the last "Assistant:".
 
-    The answer keeps the space after the colon. `name` is the column, for messages.
+    The prompt includes this mark, and the answer keeps the space after it. `name` is the column,
+    for messages.
 
     Raises:
         BadRow: the text does not end with a turn of the assistant.
@@ -362,8 +375,9 @@ def _parse_turn_pair(row: Row, prompt: str | list[Row] | None, sides: Sequence[A
 
     Args:
         row: the row, for system text, tools and arguments of the template.
-        prompt: the prompt that precedes both lists, if there is one.
-        sides: the turns of the chosen and of the rejected side.
+        prompt: text or turns to put before both lists, unless they repeat it; None if there is no
+            separate prompt.
+        sides: the turns of the chosen side and of the rejected side.
 
     Raises:
         SkippedRow: an answer is empty.
@@ -392,9 +406,9 @@ def _parse_turn_pair(row: Row, prompt: str | list[Row] | None, sides: Sequence[A
 
 
 def _join_turns(prompt: str | list[Row] | None, answer: list[Row], chosen: list[Row]) -> list[Row]:
-    """Return the turns of a prompt followed by those of an answer.
+    """Return the turns of a prompt followed by `answer`, without turns that both contain.
 
-    If the prompt ends with the chosen answer, that turn is dropped from the prompt.
+    If the prompt ends with the chosen answer, this last turn of the prompt is dropped.
 
     Raises:
         BadRow: the prompt ends with another turn of the assistant.
@@ -413,7 +427,7 @@ def _join_turns(prompt: str | list[Row] | None, answer: list[Row], chosen: list[
 
 
 def _make_conversation(row: Row, messages: list[Row]) -> Conversation:
-    """Return a conversation with the row's tools. The loss covers only the last turn."""
+    """Build a conversation with the row's tools, in which the loss covers only the last turn."""
     messages = [{k: v for k, v in turn.items() if k != "weight"} for turn in messages]
     tools, kwargs = turns.read_tools(row), turns.read_template_kwargs(row)
     return Conversation(messages, tools, kwargs, len(messages) - 1)
@@ -449,7 +463,10 @@ def parse_answer(row: Row, layout: Layout | None = None) -> Answer:
 
 
 def _read_label(value: Any) -> bool:
-    """Convert a label, which may be a boolean, 0 or 1, or text; raise BadRow for other values."""
+    """Convert a label to a boolean, or raise BadRow.
+
+    True, 1 and "chosen" are desirable; False, 0 and "rejected" are not. They may be text.
+    """
     text = str(value).strip().lower()
     if text in ("true", "1", "1.0", "chosen"):
         return True
@@ -459,15 +476,15 @@ def _read_label(value: Any) -> bool:
 
 
 def _check_answer(turn: Row, where: str) -> None:
-    """Check that a turn is an answer of the assistant to train on.
+    """Raise an error if the last turn of a conversation is not an answer to train on.
 
     Args:
-        turn: the last turn of a conversation.
+        turn: the last turn.
         where: its column, for messages.
 
     Raises:
         SkippedRow: the answer is empty.
-        BadRow: the turn has another role, or is marked as not supervised.
+        BadRow: the turn has another role than assistant, or is marked as not supervised.
     """
     if turn["role"] != "assistant":
         raise BadRow(

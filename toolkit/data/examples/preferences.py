@@ -82,7 +82,10 @@ _DIALOGUE_TEXTS = Remark(
 
 
 def list_candidate_columns() -> tuple[str, ...]:
-    """List the names of all columns that the recognition of pairs and answers looks at."""
+    """List all column names, standard or not, that can mark a source as pairs or answers.
+
+    They are the names that `recognise_pairs` and `recognise_answers` look up.
+    """
     groups = (*_SIDES, *_COMPARED, _REJECTED_ALONE, _ANSWERS, _LABELS, _PROMPT_TURNS, _QUESTIONS)
     names = (*(name for group in groups for name in group), *PROMPT_COLUMNS, RANKED)
     return tuple(dict.fromkeys(names))
@@ -90,7 +93,10 @@ def list_candidate_columns() -> tuple[str, ...]:
 
 @dataclass
 class _FirstRows:
-    """The first rows of a source, and the layout that is recognised step by step."""
+    """The first rows of a source, and the fields of the `Layout` that is recognised from them.
+
+    The functions of this module fill in the fields one after the other.
+    """
 
     rows: Sequence[Row]
     names: NameMapping
@@ -120,7 +126,7 @@ class _FirstRows:
         return bool(values) and 2 * sum(map(test, values)) > len(values)
 
     def are_all_texts(self, columns: Iterable[str]) -> bool:
-        """Return True if no value of the prompt or of these columns is a list or a mapping.
+        """Return True if the prompt and these columns have no value that is a list or a mapping.
 
         Args:
             columns: standard names of columns.
@@ -131,7 +137,7 @@ class _FirstRows:
         )
 
     def build_layout(self, shape: Any, columns: tuple[str, ...]) -> Layout:
-        """Build a layout from the fields of this object.
+        """Build the `Layout` of the source from the fields that were recognised so far.
 
         Args:
             shape: `pairs` or `answers`.
@@ -154,10 +160,15 @@ class _FirstRows:
 
 
 def recognise_pairs(rows: Sequence[Row], names: NameMapping) -> Layout:
-    """Recognise the layout of a source of pairs from its first rows, which have standard names.
+    """Recognise the layout of a source of pairs from its first rows.
+
+    Args:
+        rows: the first rows, with standard names; at least one.
+        names: the setting `data.columns`.
 
     Raises:
-        BadRow: the rows are not pairs, or several columns may be their prompt.
+        BadRow: the rows are not pairs, the prompt is missing or ambiguous, or a `preference` seems
+            to be the number of the better answer.
     """
     first = _FirstRows(rows, names)
     columns = _find_answer_columns(first)
@@ -195,9 +206,10 @@ def recognise_pairs(rows: Sequence[Row], names: NameMapping) -> Layout:
 
 
 def keep_dialogues_as_text(layout: Layout) -> Layout:
-    """Return the layout for a tokenizer without a chat template, with dialogues as plain text.
+    """Change a layout of "Human:"/"Assistant:" dialogues so that they are read as plain text.
 
-    Other layouts, and dialogues next to a system text, are returned unchanged.
+    This is for a tokenizer without a chat template. Other layouts, and dialogues in a source with
+    system texts, are returned unchanged.
     """
     if not layout.dialogue or layout.system:
         return layout
@@ -206,10 +218,14 @@ def keep_dialogues_as_text(layout: Layout) -> Layout:
 
 
 def recognise_answers(rows: Sequence[Row], names: NameMapping) -> Layout:
-    """Recognise the layout of labelled answers from the first rows, which have standard names.
+    """Recognise the layout of a source of labelled answers from its first rows.
+
+    Args:
+        rows: the first rows, with standard names; at least one.
+        names: the setting `data.columns`.
 
     Raises:
-        BadRow: the rows are not labelled answers, or several columns may be their prompt.
+        BadRow: the rows are not labelled answers, or the prompt is missing or ambiguous.
     """
     first = _FirstRows(rows, names)
     label = next((name for name in _LABELS if first.has_values(name)), None)
@@ -244,16 +260,13 @@ def recognise_answers(rows: Sequence[Row], names: NameMapping) -> Layout:
 def _refuse_null_column(
     rows: Sequence[Row], with_values: str | None, candidates: Sequence[str], expected: str
 ) -> None:
-    """Refuse rows that have a column for the label or the answer, but only null in it.
+    """Raise BadRow if a column for the label or the answer exists but has only null values.
 
     Args:
         rows: the first rows of a source.
         with_values: the candidate that has values; None if none has any.
-        candidates: names of the column.
-        expected: description of its values.
-
-    Raises:
-        BadRow: a candidate exists, and all of its values are null.
+        candidates: possible names of the column.
+        expected: description of its values, for the message.
     """
     name = next((name for name in candidates if any(name in row for row in rows)), None)
     if with_values is None and name is not None:
@@ -268,7 +281,8 @@ def _find_answer_columns(first: _FirstRows) -> tuple[str, ...] | None:
     """Find the columns of the two answers, and record their names in `first.fields`.
 
     Returns:
-        Standard names of the columns that determine the two answers; None if they are not found.
+        Standard names of the columns from which both answers are read, such as (`chosen`,
+        `rejected`) or (`response_1`, `response_2`, `preference`). None if there are none.
     """
 
     def together(names: Sequence[str]) -> bool:
@@ -296,13 +310,11 @@ def _find_answer_columns(first: _FirstRows) -> tuple[str, ...] | None:
 
 
 def _refuse_answer_numbers(first: _FirstRows) -> None:
-    """Refuse a `preference` that seems to be the number of the better answer (0 or 1, or 1 or 2).
+    """Raise BadRow if `preference` seems to be the number of the better answer.
 
-    The toolkit reads a preference as a difference, so 1 and 2 would both prefer the second answer.
-    Fewer than `_ENOUGH_ROWS` values are not judged.
-
-    Raises:
-        BadRow: the values are exactly 0 and 1, or 1 and 2.
+    That is, if its values are exactly 0 and 1, or 1 and 2. The toolkit reads a preference as a
+    difference, so 1 and 2 would both prefer the second answer. Fewer than `_ENOUGH_ROWS` values
+    pass without a check.
     """
     name = first.fields["preference"]
     values = first.non_null_values(name)
@@ -323,16 +335,21 @@ def _is_ranked_answer(value: Any) -> bool:
 
 
 def _hold_ranked_prompts(first: _FirstRows) -> bool:
-    """Return True if ranked answers are conversations that begin with the prompt."""
+    """Return True if any ranked answer is a conversation that begins with the prompt."""
     answers = (a.get("completion") for v in first.non_null_values(RANKED) for a in v)
     return any(map(begins_with_prompt, answers))
 
 
 def _detect_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
-    """Decide if the answers are JSON text of turns, and record their columns in `first`.
+    """Set `first.json_turns` if the answers are JSON text of turns, and add a remark.
 
-    All first rows must have JSON text of turns, and these turns must contain the prompt or have it
-    in the column `prompt`. Otherwise the answers are plain texts.
+    All first rows must have such answers, each ending with the assistant's turn. The answers must
+    contain the prompt, or the column `prompt` must have it. Otherwise nothing is set, and the
+    answers are read as plain texts.
+
+    Args:
+        first: the first rows, whose `fields` name the answers.
+        answers: standard names of the columns of the answers.
     """
     turns = [first.names.parse_json_turns(first.rows, first.fields[name]) for name in answers]
     if any(column is None for column in turns):
@@ -359,13 +376,13 @@ def _detect_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
 
 
 def _are_json_prompts(first: _FirstRows) -> bool:
-    """Return True if all prompts are JSON text of turns that do not end with the assistant."""
+    """Return True if all prompts are JSON text of turns and none ends with the assistant's turn."""
     prompts = first.names.parse_json_turns(first.rows, "prompt")
     return prompts is not None and not any(_is_assistant_turn(p[-1]) for p in prompts)
 
 
 def _is_assistant_turn(turn: Row) -> bool:
-    """Return True if the role of a turn, under any known name, is the assistant."""
+    """Return True if the role of a turn, in any known spelling, is the assistant."""
     return SPELLINGS.get(str(turn.get("role", turn.get("from"))).lower()) == "assistant"
 
 
@@ -389,15 +406,15 @@ def _find_prompt_columns(
     """Find the columns of the prompt and of the system text, and record them in `first`.
 
     Args:
-        first: the first rows. Its fields `prompt`, `fields`, `chat`, `system` and `remarks` are
-            set.
+        first: the first rows. Sets its fields `prompt`, `fields`, `json_turns`, `chat`, `system`,
+            `remarks` and `warnings`.
         answers: standard names of the columns of the answers.
         within: the answers are conversations that begin with the prompt.
         texts: the answers are texts.
 
     Raises:
         BadRow: several columns may be the prompt, an unused column may be it, a required prompt is
-            missing, or the answers repeat it.
+            missing, or the answers repeat the prompt.
     """
     chat = not texts
     if within:
@@ -460,7 +477,10 @@ def _find_prompt_columns(
 
 
 def _record_system_column(first: _FirstRows, *, chat: bool) -> None:
-    """Find the column of system texts, and set `first.fields`, `system`, `chat` and `remarks`."""
+    """Find the column of system texts, and set `first.fields`, `system` and `remarks`.
+
+    Also sets `first.chat` to `chat`.
+    """
     column, first.system = find_system_column(first.rows)
     if column is not None:
         first.fields["system"] = column
@@ -470,7 +490,7 @@ def _record_system_column(first: _FirstRows, *, chat: bool) -> None:
 
 
 def _find_conversation_column(first: _FirstRows) -> str | None:
-    """Return the column with the turns before the answers; None if there is none."""
+    """Return the name of the column with the turns before the answers; None if there is none."""
     for name in _PROMPT_TURNS:
         if name in TURN_COLUMNS and first.has_values(name):
             return name
@@ -480,10 +500,12 @@ def _find_conversation_column(first: _FirstRows) -> str | None:
 
 
 def _find_question_column(first: _FirstRows) -> str | None:
-    """Return the column with the user's question; None if there is none.
+    """Return the name of the column with the user's question; None if there is none.
+
+    `instruction` wins over the other names.
 
     Raises:
-        BadRow: several columns may be the question.
+        BadRow: several other columns may be the question.
     """
     if first.most_values_pass("instruction", lambda value: isinstance(value, str)):
         return "instruction"

@@ -63,9 +63,10 @@ def is_conversation(value: Any) -> bool:
 
 
 def list_texts(value: Any) -> list[str]:
-    """List the texts in a value that are not blank, at any depth, without roles and identifiers.
+    """List all texts in a value that are not blank, at any depth, in no particular order.
 
-    JSON text of a list of mappings is parsed, since columns of turns may hold it.
+    In mappings, the values of keys such as `role`, `type` and `id` are skipped. JSON text of a list
+    of mappings is parsed, since it may hold turns.
     """
     texts = list[str]()
     values = [value]  # not a recursion, because lists may be nested without end
@@ -89,9 +90,13 @@ def list_texts(value: Any) -> list[str]:
 
 
 def find_possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
-    """List the columns outside `used` whose names and values could be those of a prompt.
+    """List the unused columns that may hold a prompt, judged by their names and values.
 
-    Columns whose names describe a row are not listed; see `warn_of_missing_prompts`.
+    A column with a name such as `source` or `category` is not listed, because it describes the row.
+
+    Args:
+        rows: the first rows of a source.
+        used: columns that are read already.
     """
     return [
         name
@@ -102,7 +107,10 @@ def find_possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]
 
 
 def _list_other_columns(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
-    """List the columns of the rows that are neither in `used` nor have a fixed other meaning."""
+    """List the columns of the rows that are not in `used` and can be prompts.
+
+    Columns such as `system`, `tools` and `label` have another meaning and are omitted.
+    """
     skipped = {*used, *_OTHER_MEANINGS}
     return [
         name for name in dict.fromkeys(name for row in rows for name in row) if name not in skipped
@@ -110,7 +118,10 @@ def _list_other_columns(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
 
 
 def _may_be_prompt(name: str, value: Any) -> bool:
-    """Return True if a value is a text or turns, not a number, a label or another identifier."""
+    """Return True if a value can be a prompt: a text or turns, not a number, a label or an id.
+
+    Any text that is not blank counts if `name` is a name of prompts, such as `question`.
+    """
     if isinstance(value, str):
         has_prompt_name = bool(_PROMPT_NAME.fullmatch(name))
         return bool(value.strip()) and (has_prompt_name or not _IDENTIFIER.fullmatch(value.strip()))
@@ -128,11 +139,12 @@ def _is_sentence(text: str) -> bool:
 
 
 def _judge_descriptive_column(rows: Sequence[Row], name: str) -> str:
-    """Tell if a column whose name describes a row holds prompts.
+    """Judge if a column with a name such as `source` or `category` holds prompts after all.
 
     Returns:
-        `prompts` for sentences that differ by row; `unclear` for sentences of which too few are
-        known or which describe an answer; `labels` for everything else.
+        `prompts` if the values are sentences that differ between rows. `unclear` if they are
+        sentences, but all equal in a few rows, or if the name refers to an answer. `labels` for
+        everything else.
     """
     texts = [" ".join(parts) for row in rows if (parts := list_texts(row.get(name)))]
     if 2 * sum(map(_is_sentence, texts)) <= len(texts):
@@ -144,15 +156,14 @@ def _judge_descriptive_column(rows: Sequence[Row], name: str) -> str:
 
 
 def refuse_possible_prompt(rows: Sequence[Row], used: Iterable[str], *, texts: bool) -> None:
-    """Refuse answers without a prompt if a column that nothing uses may be the prompt.
+    """Raise BadRow if the answers have no prompt and an unused column may be the prompt.
+
+    The error suggests `data.columns`.
 
     Args:
         rows: the first rows of a source.
         used: columns that hold the answers.
         texts: the answers are texts, so the prompt may be plain text too.
-
-    Raises:
-        BadRow: there is such a column; the error suggests `data.columns`.
     """
     used = (*used,)
     possible = find_possible_prompts(rows, used)
@@ -190,23 +201,26 @@ def refuse_possible_prompt(rows: Sequence[Row], used: Iterable[str], *, texts: b
 
 
 def _is_mappable(value: Any) -> bool:
-    """Return True if `data.columns` can map a column with this value to the prompt."""
+    """Return True if a value is text or turns, which can be a prompt; False for other lists etc."""
     return isinstance(value, str) or is_conversation(value)
 
 
 def warn_of_missing_prompts(
     rows: Sequence[Row], used: Collection[str], sides: Sequence[str], *, texts: bool
 ) -> tuple[str, ...]:
-    """Return a warning about pairs that seem to have no prompt, if nothing was refused.
+    """Return a warning if pairs seem to have no prompt.
+
+    Pairs of texts get none if most of them have a long common beginning, which is their prompt, and
+    no unused column may be one. Pairs of turns always get a warning.
 
     Args:
-        rows: the first rows of a source.
+        rows: the first rows of a source, which `refuse_possible_prompt` accepted.
         used: columns that hold the answers.
         sides: the columns of the two answers.
-        texts: the answers are texts, whose common beginning is their prompt.
+        texts: the answers are texts.
 
     Returns:
-        At most one sentence.
+        A tuple of one sentence, or ().
     """
     unused = _list_other_columns(rows, used)
     unclear = [
@@ -241,9 +255,9 @@ def warn_of_missing_prompts(
 
 
 def find_common_prompt(text: str, other: str) -> str:
-    """Return the common beginning of two texts, up to the end of a word.
+    """Return the common beginning of two texts, cut after the last blank or colon in it.
 
-    A space at its end is left to the answer, because tokenizers join it to the next word.
+    If it ends with a space, the space is omitted, because tokenizers join it to the next word.
     """
     pairs = enumerate(zip(text, other, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
@@ -255,17 +269,15 @@ def find_common_prompt(text: str, other: str) -> str:
 
 
 def refuse_repeated_prompts(rows: Sequence[Row], columns: Sequence[str], advice: str) -> None:
-    """Refuse answers that repeat the text of the column `prompt` at their start in all first rows.
+    """Raise BadRow if the answers in all first rows begin with the text of the column `prompt`.
 
-    Training would read such a prompt twice, and the loss would cover it.
+    Training would read such a prompt twice, and the loss would cover it. Rows are accepted if a
+    prompt is missing, or if all prompts are shorter than `_SHORTEST_PROMPT` characters.
 
     Args:
         rows: the first rows of a source.
         columns: the columns of the answers.
         advice: what to do, for the error.
-
-    Raises:
-        BadRow: all answers begin with their prompt.
     """
     is_long = False
     for row in rows:
@@ -291,7 +303,10 @@ def _begins_with_prompt(prompt: str, text: str) -> bool:
 
 
 def has_lost_text(row: Row, name: str, used: Iterable[str]) -> bool:
-    """Return True if a column holds a text that is in none of the columns `used` of the row."""
+    """Return True if a text in column `name` of a row occurs in none of its columns `used`.
+
+    White space is not compared.
+    """
     texts = list_texts(row.get(name))
     if not texts:
         return False
@@ -306,16 +321,15 @@ def has_lost_text(row: Row, name: str, used: Iterable[str]) -> bool:
 def refuse_earlier_turns(
     rows: Sequence[Row], names: Mapping[str, str], used: Collection[str], *, output: str = ""
 ) -> None:
-    """Refuse a `prompt` of text next to turns that nothing uses and that hold more than it.
+    """Raise BadRow if `prompt` is text and an unused column has turns that the prompt lacks.
+
+    Training would lose these earlier turns. The error suggests `data.columns`.
 
     Args:
         rows: the first rows of a source, with standard names.
         names: standard name -> name in the file, of columns that `data.columns` maps.
         used: the columns of the prompt and of the answers.
-        output: the column that has to be mapped to `output` together with an `instruction`.
-
-    Raises:
-        BadRow: a row has such turns; the error suggests `data.columns`.
+        output: the column of the answer, if the suggestion has to map it to `output`.
     """
     to_alpaca = {"instruction": names.get("prompt", "prompt")}
     if output:
@@ -338,15 +352,14 @@ def refuse_earlier_turns(
 
 
 def refuse_unused_answers(rows: Sequence[Row], names: Mapping[str, str], chat: str) -> None:
-    """Refuse conversations that end with the prompt next to an answer that nothing uses.
+    """Raise BadRow if a conversation ends with a user's turn and its answer is in an unused column.
+
+    The error suggests `data.columns`.
 
     Args:
         rows: the first rows of a source, with standard names.
         names: standard name -> name in the file, of columns that `data.columns` maps.
         chat: the column of the conversations.
-
-    Raises:
-        BadRow: a row is like this; the error suggests `data.columns`.
     """
     for row in rows:
         turns = _parse_turns(row.get(chat))
@@ -366,7 +379,7 @@ def refuse_unused_answers(rows: Sequence[Row], names: Mapping[str, str], chat: s
 
 
 def _parse_turns(value: Any) -> Any:
-    """Parse JSON text of a list; return any other value unchanged."""
+    """Parse a text that is a JSON list; return any other value or invalid JSON unchanged."""
     try:
         return parse_json(value) if isinstance(value, str) and value[:1] == "[" else value
     except (ValueError, RecursionError):
@@ -374,9 +387,10 @@ def _parse_turns(value: Any) -> Any:
 
 
 def _find_kind_of_turns(value: Any, name: str) -> str:
-    """Return `exchanges` for Alpaca's history, `turns` for a list of turns, else an empty text.
+    """Return `turns` for a list of turns, `exchanges` for Alpaca's history, else "".
 
-    Only columns in `TURN_COLUMNS` may hold turns as JSON text.
+    Alpaca's history is a list of [question, answer] in a column `history`. JSON text of turns
+    counts only in `TURN_COLUMNS`.
     """
     if name in TURN_COLUMNS:
         value = _parse_turns(value)

@@ -53,7 +53,7 @@ RowShape = ChatShape | Preferred | Literal["text", "pieces", "prompt_completion"
 
 
 class _Shape(NamedTuple):
-    """The format, title and optional columns that belong to a value of `RowShape`."""
+    """The format, title and optional columns of rows with one value of `RowShape`."""
 
     format: Format
     title: str
@@ -185,7 +185,7 @@ class Layout:
 
     @property
     def title(self) -> str:
-        """Description of the format, for messages."""
+        """Plural description of the rows for messages, such as "pairs of answers"."""
         return _SHAPES[self.shape].title
 
     @property
@@ -226,13 +226,13 @@ def recognise_layout(
     `data.columns` names, turns, prompt and completion, Alpaca, text.
 
     Args:
-        rows: first rows of the source, with standard names.
+        rows: first rows of the source, with standard names; at least one.
         text: `data.columns` maps the column `text`.
         names: standard name -> name in the file, of columns that `data.columns` maps.
 
     Raises:
-        BadRow: the rows have no known format, or a part of the prompt or of the answer would be
-            lost; see [Note: lost prompts] in `prompt_checks.py`.
+        BadRow: the rows have no known format, or reading them would lose a part of the prompt or
+            of the answer; see [Note: lost prompts] in `prompt_checks.py`.
     """
     if all(name in row for row in rows for name in (*OF_A_TREE, "text")):
         raise BadRow(
@@ -263,7 +263,13 @@ def recognise_layout(
 
 
 def _refuse_lost_parts(layout: Layout, rows: Sequence[Row], names: Mapping[str, str]) -> None:
-    """Raise BadRow if prompts are repeated in completions, or turns or answers are not used."""
+    """Raise BadRow if completions repeat their prompts, or if turns or answers would not be used.
+
+    Args:
+        layout: the layout of the rows.
+        rows: the first rows of the source, with standard names.
+        names: standard name -> name in the file, of columns that `data.columns` maps.
+    """
     if layout.shape in ("prompt_completion", "turn_texts"):
         completion = names.get("completion", "completion")
         advice = (
@@ -280,10 +286,10 @@ SYSTEM_REMARK = Remark("system texts in {}", ("system",))
 
 
 def _add_system_column(layout: Layout, rows: Sequence[Row]) -> Layout:
-    """Add the column of system texts to a layout of conversations, or of prompts and completions.
+    """Return the layout with the column of system texts, if the rows have such a column.
 
-    If the rows hold plain prompts and completions and a system text, they become turns of a
-    conversation. Other layouts, and those of rows without such a column, are returned unchanged.
+    Plain prompts and completions with system texts become conversations. Layouts of texts and token
+    ids are returned unchanged.
     """
     name, some = find_system_column(rows)
     if name is None or layout.format not in ("conversation", "prompt_completion"):
@@ -298,8 +304,8 @@ def find_system_column(rows: Sequence[Row]) -> tuple[str | None, bool]:
     """Find the column of system texts.
 
     Returns:
-        (name of the column, True if a row has a text in it). The name is None without such a
-        column.
+        (name of the column, True if any row has a text in it). The name is None if there is no
+        such column.
     """
     for name in _SYSTEM_NAMES:
         if any(has_text(row, name) for row in rows):
@@ -354,14 +360,14 @@ def list_standard_columns() -> tuple[str, ...]:
 
 
 def list_candidate_columns() -> tuple[str, ...]:
-    """List the names of all columns that the recognition of documents and examples looks at."""
+    """List all column names that the recognition of documents and examples looks up."""
     return (*list_standard_columns(), *OF_A_TREE, *_SYSTEM_NAMES)
 
 
 def _recognise_row(row: Row, text: bool) -> Layout | None:
-    """Return the layout that a single row has; None if its format is not known.
+    """Return the layout of a single row, judged by its columns; None if its format is not known.
 
-    With `text`, a column `text` wins over turns and prompts.
+    If `text` is True, a column `text` wins over turns and prompts.
     """
     if "input_ids" in row:
         masks = [name for name in _MASKS if row.get(name) is not None]
@@ -397,7 +403,7 @@ def parse_example(row: Row, layout: Layout) -> Example:
     """Convert a row to an example, as the layout of its source says.
 
     Raises:
-        BadRow: the row cannot be used; the error describes its first problem.
+        BadRow: a required column is missing, or a value is invalid.
     """
     # A row without the mask that other rows have would be supervised completely.
     empty = [name for name in _MASKS if name in row and row[name] is None]
@@ -412,7 +418,11 @@ def parse_example(row: Row, layout: Layout) -> Example:
 
 
 def _parse_by_shape(row: Row, layout: Layout) -> Example:
-    """Convert a row with all required columns to an example, by `layout.shape`."""
+    """Convert a row that has all required columns to an example.
+
+    The result is a Text, Tokens, PromptCompletion or Conversation, depending on `layout.shape`.
+    Raises BadRow if a value is invalid.
+    """
     column = layout.columns[0]
     match layout.shape:
         case "text" | "pieces":
@@ -448,13 +458,13 @@ def _parse_by_shape(row: Row, layout: Layout) -> Example:
 
 
 def _join_prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], int]:
-    """Join a prompt and a completion to one list of messages.
+    """Join a prompt and a completion, each text or turns, to one list of messages.
 
     Returns:
         (messages, number of messages of the prompt).
 
     Raises:
-        BadRow: a text is empty, or a value is neither text nor a list of turns.
+        BadRow: the completion is blank, or a value is neither text nor a list of turns.
     """
     if isinstance(completion, str):
         text = read_text(completion, "completion")
@@ -477,7 +487,10 @@ def _join_prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], in
 def _make_conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Conversation:
     """Build a conversation from messages and from the system text, tools and arguments of a row.
 
-    Messages before index `supervised_from` belong to the prompt.
+    Args:
+        row: the row.
+        messages: normalised messages.
+        supervised_from: number of messages at the beginning that are the prompt.
 
     Raises:
         BadRow: a turn of the assistant is empty, or there is no turn to train on.
@@ -514,11 +527,11 @@ def _make_conversation(row: Row, messages: list[Row], supervised_from: int = 0) 
 def _read_ids_and_labels(row: Row) -> tuple[list[int], list[int] | None]:
     """Read the token ids of a row and their unshifted labels.
 
-    Every column of `_MASKS` narrows the supervised tokens. Tokens outside `attention_mask` are
-    padding and are removed.
+    A token is supervised if every column of `_MASKS` in the row selects it. Tokens that
+    `attention_mask` excludes are padding and are removed.
 
     Returns:
-        (token ids, labels). `labels` is None if the row has no mask but `attention_mask`; then all
+        (token ids, labels). `labels` is None if no column of `_MASKS` is in the row; then all
         tokens are supervised.
 
     Raises:
@@ -546,9 +559,11 @@ def _read_ids_and_labels(row: Row) -> tuple[list[int], list[int] | None]:
 def _read_mask(value: Any, name: str, ids: list[int]) -> list[bool]:
     """Convert the labels or the mask in column `name` to one boolean per token of `ids`.
 
+    True means that the token is supervised, or attended in `attention_mask`.
+
     Raises:
         BadRow: the lengths differ, a mask has values other than 0 and 1, or a label is neither -100
-            nor its token.
+            nor the id of its token.
     """
     values = _read_integers(value, name)
     if len(values) != len(ids):
@@ -569,7 +584,10 @@ def _read_mask(value: Any, name: str, ids: list[int]) -> list[bool]:
 
 
 def _read_integers(value: Any, where: str) -> list[int]:
-    """Read a list of integers from column `where`, in which masks may also have booleans."""
+    """Read a list of integers from column `where`; raise BadRow for any other value.
+
+    Booleans are allowed, except in `input_ids` and `labels`.
+    """
     values = read_list(value, where)
     allowed = {int} if where in ("input_ids", "labels") else {int, bool}
     if not set(map(type, values)) <= allowed:

@@ -40,7 +40,10 @@ _PART_KEYS = ("train_detail", "training_detail")
 
 
 def convert_messages(value: Any, where: str) -> list[Row]:
-    """Convert turns with `role` and `content` to normalised messages; see `_convert_turn`."""
+    """Convert turns with `role` and `content` to normalised messages; see `_convert_turn`.
+
+    `value` is a list or JSON text of one. Raises BadRow if it is empty or a turn is invalid.
+    """
     return [
         _convert_turn(turn, at)
         for turn, at in _iterate_checked_turns(value, where, ("role",), "content")
@@ -48,7 +51,10 @@ def convert_messages(value: Any, where: str) -> list[Row]:
 
 
 def convert_sharegpt(value: Any, where: str) -> list[Row]:
-    """Convert ShareGPT's turns with `from` and `value` to normalised messages."""
+    """Convert ShareGPT's turns with `from` and `value` to normalised messages.
+
+    `value` is a list or JSON text of one. Raises BadRow if it is empty or a turn is invalid.
+    """
     return [
         _convert_sharegpt_turn(turn, at)
         for turn, at in _iterate_checked_turns(value, where, ("from", "value"))
@@ -56,7 +62,10 @@ def convert_sharegpt(value: Any, where: str) -> list[Row]:
 
 
 def read_turns(value: Any, where: str) -> list[Row]:
-    """Convert turns in either style, `role`/`content` or `from`/`value`, to normalised messages."""
+    """Convert turns in either style, `role`/`content` or `from`/`value`, to normalised messages.
+
+    `value` is a list or JSON text of one. Raises BadRow if it is empty or a turn is invalid.
+    """
     turns = read_list(value, where)
     if any(isinstance(turn, dict) and "from" in turn for turn in turns):
         return convert_sharegpt(turns, where)
@@ -64,7 +73,9 @@ def read_turns(value: Any, where: str) -> list[Row]:
 
 
 def convert_instruction(row: Row) -> list[Row]:
-    """Convert Alpaca's `history`, `instruction` and `input` to messages; the last is the user's.
+    """Convert Alpaca's `history`, `instruction` and `input` to messages.
+
+    The last message is the user's: the instruction and, after a blank line, the input.
 
     Raises:
         BadRow: `instruction` and `input` are empty, or a value is invalid.
@@ -87,7 +98,11 @@ def convert_instruction(row: Row) -> list[Row]:
 
 
 def convert_alpaca(row: Row) -> list[Row]:
-    """Convert an Alpaca row to messages that end with its `output` or its `tool_calls`."""
+    """Convert an Alpaca row to messages. The last one is the answer: `output` or `tool_calls`.
+
+    Raises:
+        BadRow: the instruction is empty, or a value is invalid.
+    """
     messages, calls = convert_instruction(row), row.get("tool_calls")
     if calls is None:
         return [*messages, {"role": "assistant", "content": read_text(row["output"], "output")}]
@@ -97,10 +112,12 @@ def convert_alpaca(row: Row) -> list[Row]:
 
 
 def add_system(row: Row, messages: list[Row]) -> list[Row]:
-    """Return the messages, with the text of the column `system` first if the row has one.
+    """Return the messages with the text of the column `system` as their first message.
+
+    They are returned unchanged if the column is blank or equals their first system text.
 
     Raises:
-        BadRow: the conversation begins with another system text.
+        BadRow: the messages begin with another system text.
     """
     system = read_optional_text(row, "system")
     if not system.strip():
@@ -114,7 +131,9 @@ def add_system(row: Row, messages: list[Row]) -> list[Row]:
 
 
 def begins_with_prompt(messages: Any) -> bool:
-    """Return True if a value is a list of turns whose first turn after system texts is the user's.
+    """Return True if a value is a list of turns that begins with the user's turn.
+
+    System turns before it are ignored.
 
     Args:
         messages: any value of a row, which may be malformed.
@@ -132,8 +151,9 @@ def begins_with_prompt(messages: Any) -> bool:
 def find_missing_prompt_turns(prompt: list[Row] | str | None, answer: list[Row]) -> list[Row]:
     """Return the turns of a prompt that have to be put before an answer.
 
-    An answer may be a complete conversation that repeats the prompt. Turns that it repeats are not
-    returned.
+    Args:
+        prompt: turns, or the text of a user's turn. None and blank text give [].
+        answer: turns, which may begin with turns of the prompt. Those are not returned.
 
     Raises:
         BadRow: the prompt is a text, and the answer is a conversation without this text.
@@ -164,7 +184,10 @@ def find_missing_prompt_turns(prompt: list[Row] | str | None, answer: list[Row])
 
 
 def _comparison_key(turn: Row) -> tuple[Any, ...]:
-    """Return a key that is equal for equal turns. Surrounding white space does not count."""
+    """Return (role, content, tool calls), with which turns are compared.
+
+    White space around the content does not count.
+    """
     return turn["role"], (turn.get("content") or "").strip(), str(turn.get("tool_calls"))
 
 
@@ -176,7 +199,10 @@ def _remove_white_space(text: Any) -> str:
 def read_tools(row: Row) -> list[dict[str, Any]] | None:
     """Read the JSON schemas in the columns `tools` and `functions`; None if there are none.
 
-    A column may be a list or JSON text. Raises BadRow if a schema is not a mapping.
+    A column may be a list or JSON text. An entry of `functions` is wrapped as a tool.
+
+    Raises:
+        BadRow: a column is not a list, or a schema is not a mapping.
     """
     tools: list[dict[str, Any]] = []
     for name in ("tools", "functions"):
@@ -215,13 +241,13 @@ def read_template_kwargs(row: Row) -> dict[str, Any]:
 def _iterate_checked_turns(
     value: Any, where: str, keys: tuple[str, ...], *more: str
 ) -> Iterator[tuple[Row, str]]:
-    """Yield each turn of a list with its place, such as `messages[0]`, after checking its keys.
+    """Yield (turn, its position as text, such as "messages[0]") for each turn of a list.
 
     Args:
         value: a list of turns, or JSON text of one.
-        where: the column.
+        where: the column, with which the position begins.
         keys: keys that every turn must have.
-        more: optional keys that the error lists after `keys`.
+        more: further keys that the error message lists; they are not checked.
 
     Raises:
         BadRow: the list is empty, or a turn is not a mapping or lacks a key.
@@ -242,7 +268,14 @@ def _iterate_checked_turns(
 
 
 def _convert_turn(turn: Row, where: str) -> Row:
-    """Normalise the role, content, tool calls and weight of a turn; `where` is its place.
+    """Convert a turn with `role` and `content` to a message in the toolkit's normal form.
+
+    The role gets its standard name, the content becomes text, and an older `function_call` becomes
+    `tool_calls`. Keys that exclude the turn from the loss become `weight: 0`; other keys are kept.
+
+    Args:
+        turn: the turn.
+        where: its position in the row, for messages.
 
     Raises:
         BadRow: the turn is invalid.
@@ -286,10 +319,14 @@ def _read_role(name: Any, where: str) -> str:
 
 
 def _normalise_weight(turn: Row, where: str) -> Row:
-    """Copy a turn, replacing all keys that exclude it from the loss by `weight: 0`.
+    """Copy a turn and replace all keys that include or exclude it from the loss.
 
-    Tools name such keys `weight`, `train`, `masked` and so on. Keys that include the turn are
-    removed. A text under one of these names has another meaning and is kept.
+    Such keys are `weight`, `train`, `masked` and the like. They are removed, and `weight: 0` is
+    added if any of them excludes the turn. A text under one of these names is kept.
+
+    Args:
+        turn: the turn.
+        where: its position in the row, for messages.
 
     Raises:
         BadRow: a key has an invalid value, or supervises parts of the turn.
@@ -315,10 +352,16 @@ def _normalise_weight(turn: Row, where: str) -> Row:
 
 
 def _read_flag(value: Any, name: str, where: str) -> bool | None:
-    """Convert the value of a key such as `train` or `masked` to a boolean.
+    """Convert the value of a key such as `weight`, `train` or `masked` to a boolean.
 
-    Returns None if the value is empty or has another meaning. Raises BadRow for other weights and
-    numbers than 0 and 1.
+    Args:
+        value: 0, 1 or a boolean, also as text. Null, "" and, except for weights, other texts
+            give None.
+        name: the key.
+        where: position of the turn, for messages.
+
+    Raises:
+        BadRow: the value is another number, or the key is a weight and the value is another text.
     """
     text = str("" if value is None else value).strip().lower()
     if text in ("0", "0.0", "false"):
@@ -352,13 +395,15 @@ def _read_content(value: Any, where: str) -> str:
 
 
 def _convert_sharegpt_turn(turn: Row, where: str) -> Row:
-    """Convert a turn with `from` and `value` to a message; `where` is its place in the row.
+    """Convert a turn with `from` and `value` to a message. Other keys of the turn are kept.
 
-    Other keys of the turn are kept.
+    Args:
+        turn: the turn.
+        where: its position in the row, for messages.
 
     Returns:
-        A message with `role` and `content`. If `value` holds tool calls as JSON, the message is one
-        of the assistant with `tool_calls` and without `content`.
+        A message with `role` and `content`. If `from` marks tool calls, `value` is parsed as JSON,
+        and the message is the assistant's, with `tool_calls` and without `content`.
 
     Raises:
         BadRow: the turn is invalid.
@@ -376,7 +421,10 @@ def _convert_sharegpt_turn(turn: Row, where: str) -> Row:
 
 
 def _convert_tool_call(call: Any, where: str) -> Row:
-    """Convert a tool call to `{"function": {"name", "arguments"}}`, with arguments as a mapping."""
+    """Convert a tool call to `{"function": {"name", "arguments"}}`, with arguments as a mapping.
+
+    Arguments may be JSON text. Raises BadRow if the call is invalid.
+    """
     if not isinstance(call, dict):
         refuse_value(call, where, "a tool call (a mapping)")
     # A bare call has the fields of a function without a `function` around them.

@@ -28,7 +28,7 @@ READING = "data"
 
 
 class DataRank(Protocol):
-    """One of the data ranks, which are the ranks that read different samples."""
+    """A data rank: a rank that reads other samples than all other data ranks."""
 
     @property
     def device(self) -> torch.device:
@@ -53,7 +53,7 @@ class DataRank(Protocol):
 
 @dataclass(frozen=True)
 class LocalDataRank:
-    """A `DataRank` whose rank and world size are those of `Mesh.data`."""
+    """A `DataRank` made of four plain values. Rank and world size are those of `Mesh.data`."""
 
     device: torch.device
     rank: int
@@ -67,10 +67,10 @@ def build_samples(source: EncodedSource, shape: SampleShape, chosen: Chosen = No
     Args:
         source: the encoded rows.
         shape: how rows become samples.
-        chosen: numbers from `list_windows_or_rows`; None selects all.
+        chosen: numbers of windows or rows, as `list_windows_or_rows` counts them; None: all.
 
     Raises:
-        DataError: the source gives no sample.
+        DataError: the source has no token, or too few for one window (packing `wrapped`).
     """
     rows = EncodedRows(source.tokens, shape.columns)
     is_wrapped = shape.packing == "wrapped"
@@ -142,9 +142,10 @@ class Feed(ABC):
     def steps(
         self, run: DataRank, count: int, *, per_device_batch_size: int, workers: int = 0
     ) -> Iterator[list[Batch]]:
-        """Yield one list of this rank's micro-batches for each of the next steps.
+        """Yield the list of this rank's micro-batches for each of the next steps.
 
         Reading starts at `self.position`. The caller calls `position.advance()` after each step.
+        The seconds that this rank waits are added to `waited`.
 
         Args:
             run: this rank.
@@ -174,11 +175,17 @@ class Feed(ABC):
             del batches
 
     def describe_samples(self, before: int, run: DataRank) -> list[str]:
-        """Describe this rank's samples of step `before + 1`; empty if not known in advance."""
+        """Describe the samples that this rank reads in step `before + 1`, one text per sample.
+
+        The list is empty if the samples are not known in advance, as in a stream.
+        """
         return []
 
     def evals(self, run: DataRank, *, per_device_batch_size: int) -> dict[str, Batches]:
-        """Build this rank's evaluation micro-batches of each source, by source name."""
+        """Build the evaluation data of this rank: source name -> iterable of micro-batches.
+
+        All ranks get the same number of micro-batches, completed with samples of padding.
+        """
         loaders: dict[str, Batches] = {}
         for name, samples in self.eval_sets.items():
             order: Any = range(len(samples))
@@ -189,7 +196,7 @@ class Feed(ABC):
         return loaders
 
     def tokens_of_step(self) -> float:
-        """Compute the mean number of tokens of a global batch, without padding."""
+        """Compute the mean number of tokens in a global batch, without padding."""
         means = self._mean_tokens_and_weights()
         mean = sum(tokens * share for tokens, share in means) / sum(share for _, share in means)
         return mean * self.position.global_batch
@@ -199,25 +206,24 @@ class Feed(ABC):
         """Format the log lines that describe the data when a run starts."""
 
     def reading_lines(self) -> list[str]:
-        """Format log lines that count read and skipped rows of streams; empty without a stream."""
+        """Format log lines that count the rows of streams read so far; [] if there is no stream."""
         return []
 
     @abstractmethod
     def steps_for(self, epochs: float) -> int:
-        """Compute the number of steps in `epochs` passes over the data, at the global batch in use.
+        """Compute the number of steps in `epochs` passes over the data, at this global batch.
 
         Raises:
-            DataError: `max_repeats` allows fewer steps, or the length of a stream is not known.
+            DataError: `max_repeats` allows fewer steps, or the data is a stream.
         """
 
     def check_steps(self, max_steps: int) -> None:
-        """Raise an error if the run needs more samples than `max_repeats` allows.
+        """Raise DataError if the run needs more samples than `max_repeats` allows.
+
+        The message gives the possible number of steps.
 
         Args:
             max_steps: total number of steps of the run, including those already done.
-
-        Raises:
-            DataError: the data has too few samples; the message gives the possible number of steps.
         """
         total, size = self.total, self.position.global_batch
         if total is not None and max_steps * size > total:
@@ -229,17 +235,17 @@ class Feed(ABC):
 
     @abstractmethod
     def check_enough(self, world_size: int) -> None:
-        """Raise an error if the data has no supervised tokens, or fewer samples than ranks.
+        """Raise DataError if the data is too little to train on `world_size` data ranks.
 
-        Raises:
-            DataError: the message says what is missing.
+        Encoded data needs a sample for each rank. A stream needs a supervised token in its first
+        rows.
         """
 
     @abstractmethod
     def _read_batches(
         self, run: DataRank, count: int, size: int, accumulation: int, workers: int
     ) -> Batches:
-        """Read this rank's micro-batches of the next steps, all in one sequence.
+        """Read this rank's micro-batches of the next `count` steps, without grouping them by step.
 
         Args:
             run: this rank.

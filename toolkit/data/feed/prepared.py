@@ -23,7 +23,7 @@ _WINDOWS = 20
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """Numbers of samples, tokens, and dropped or held-out items of one training source."""
+    """Counts of one training source: its samples, their tokens, and items not trained on."""
 
     name: str
     samples: int
@@ -138,7 +138,7 @@ class PreparedFeed(Feed):
         return steps
 
     def check_enough(self, world_size: int) -> None:
-        """Raise a `DataError` if there are fewer samples than ranks, which would share samples."""
+        """Raise DataError if there are fewer samples than data ranks."""
         if len(self) < world_size:
             raise DataError(
                 f"expected at least one training sample for each of the {world_size} ranks, got "
@@ -147,7 +147,10 @@ class PreparedFeed(Feed):
             )
 
     def describe_samples(self, before: int, run: DataRank) -> list[str]:
-        """Describe this rank's samples of step `before + 1`: the source and row numbers of each."""
+        """Describe the samples that this rank reads in step `before + 1`, one text per sample.
+
+        A text has the name of the source and the numbers of the rows in the sample.
+        """
         size, ends = self.position.global_batch, self.data.cumulative_sizes
         descriptions = []
         mine = self._sample_order().indices(before * size, size)[run.rank :: run.world_size]
@@ -159,12 +162,12 @@ class PreparedFeed(Feed):
         return descriptions
 
     def samples_until(self, max_steps: int) -> list[np.ndarray]:
-        """List the samples that are read from the current position to the end of step `max_steps`.
+        """List the samples that the run still reads, from the current position to step `max_steps`.
 
         Costs a second for about ten million positions.
 
         Returns:
-            An int64 array for each source: the numbers of its samples, ascending, without repeats.
+            One int64 array per source with the numbers of its samples, ascending, without repeats.
         """
         size, order = self.position.global_batch, self._sample_order()
         stop, block = max_steps * size, _WINDOWS * GROUPED_BATCHES * size
@@ -177,7 +180,10 @@ class PreparedFeed(Feed):
         return [np.flatnonzero(part) for part in np.split(is_read, np.cumsum(sizes)[:-1])]
 
     def _sample_order(self) -> Mixture | ByLength:
-        """Return the training order, regrouped by length if rows are padded (packing `none`)."""
+        """Return the order in which samples are read.
+
+        With packing `none`, samples of similar length share a global batch.
+        """
         if self.shape.packing != "none":
             return self.order
         lengths = np.concatenate([samples.pieces.lengths for samples in self.train])
@@ -205,21 +211,19 @@ def split_held_out(
 ) -> tuple[Samples, Samples | None]:
     """Split a source into samples to train on and samples that are held out to evaluate on.
 
-    The held-out part is the last windows, or rows drawn at random. The draw ignores the seed of
-    the run, so that runs with different seeds can be compared. If `share` is above 0, at least one
-    window or row is held out and at least one is kept for training. A source with one window or row
-    is not split.
+    Held out are the last windows (packing `wrapped`), or rows drawn at random. The draw ignores the
+    seed of the run, so that runs with different seeds can be compared.
 
     Args:
         source: the encoded rows.
         shape: how rows become samples.
-        share: fraction of the windows or rows to hold out.
+        share: fraction of the windows or rows to hold out. If it is above 0, at least one is held
+            out and at least one is kept; a source with only one is not split.
         max_held_out: maximum number of held-out windows or rows to evaluate on. The excess is not
             used for training either.
 
     Returns:
-        The samples to train on and the held-out samples; None instead of the latter if nothing is
-        held out.
+        (samples to train on, held-out samples). The latter is None if nothing is held out.
 
     Raises:
         DataError: the source gives no sample.
@@ -240,12 +244,10 @@ def split_held_out(
 def _describe_order(
     sources: Sequence[EncodedSource], train: list[Samples], shape: SampleShape
 ) -> dict[str, Any]:
-    """List the settings and data properties that determine the sample order, apart from the seed.
+    """List the settings and data properties that determine the sample order, except the seed.
 
-    `Position` records them with the seed and the number of samples.
-
-    The name of a source is included only if there are several sources, so that a single source can
-    be renamed.
+    `Position` stores them in checkpoints and refuses a resume if they differ. The name of a source
+    is included only if there are several sources, so that a single source can be renamed.
 
     Returns:
         Description for error messages -> JSON value.
@@ -277,7 +279,7 @@ def _describe_order(
 def _count_samples(
     source: EncodedSource, samples: Samples, held_out: Samples | None, shape: SampleShape
 ) -> SourceSamples:
-    """Count the samples, tokens, and dropped or held-out items of a source."""
+    """Count the samples and tokens of a source, and its dropped and held-out items."""
     n, pieces = len(samples), samples.pieces
     tokens = int(pieces.lengths.sum(dtype=np.int64))
     density = None if shape.packing == "none" else tokens / (n * shape.sequence_length)

@@ -37,9 +37,10 @@ _GOLDEN = np.uint64(2_654_435_769)
 
 
 class RowPlace(NamedTuple):
-    """The place of a row in the reading order of a group of lanes.
+    """The position of a row in a stream: the pass, and the file and row within the pass.
 
-    Places compare in the order in which the rows are read.
+    Positions are those of one group of lanes; a group reads a part of the files. Comparing two
+    places tells which row is read first.
     """
 
     epoch: int = 0
@@ -52,7 +53,7 @@ class RowPlace(NamedTuple):
     """Number of rows of the group before it in this pass."""
 
     def after(self) -> "RowPlace":
-        """Return the place directly after this row in the same file."""
+        """Return the place directly after this row; its file stays the same."""
         return self._replace(row=self.row + 1, number=self.number + 1)
 
 
@@ -60,10 +61,10 @@ BEGINNING = RowPlace()
 
 
 class _RowRange(NamedTuple):
-    """The rows of one file that a group reads.
+    """The rows of one file that a group of lanes reads.
 
-    Each row has a point in [0, 2^32), computed from its number. The group reads the rows whose
-    points are in [begin, end).
+    The number of each row determines a point in [0, 2^32); see [Note: dealing rows]. The group
+    reads the rows whose points are in [begin, end).
     """
 
     file: int
@@ -76,7 +77,7 @@ class LaneAssignment:
     """The rule that assigns each row of a stream to a lane. See [Note: dealing rows].
 
     A lane is one of the independent sequences of rows into which a stream is divided. Lanes that
-    read the same files form a group.
+    share the same files form a group.
     """
 
     rows: datasets.IterableDataset
@@ -88,14 +89,18 @@ class LaneAssignment:
 
     @property
     def groups(self) -> int:
-        """Number of groups of lanes, a divisor of the number of lanes."""
+        """Number of groups of lanes; it divides `lanes` and is at most the number of files."""
         most = min(self.lanes, self.rows.num_shards)
         if self.sizes is None and most < self.lanes:
             return 1
         return max(n for n in range(1, most + 1) if self.lanes % n == 0)
 
     def row_ranges(self, group: int, epoch: int) -> list[_RowRange]:
-        """List the ranges of rows that a group reads in pass `epoch`, in reading order."""
+        """List the files, and their rows, that a group reads in pass `epoch`, in reading order.
+
+        The files are in a random order for each pass. All groups read about the same number of
+        bytes.
+        """
         n = self.rows.num_shards
         order = permute(np.arange(n), n, self.seed, epoch).tolist()
         sizes = [1] * n if self.sizes is None else [max(1, size) for size in self.sizes]
@@ -113,10 +118,10 @@ class LaneAssignment:
 
 
 class GroupReader:
-    """Read the rows of a group of lanes once, for all lanes of the group that this rank uses.
+    """Reads the rows of a group of lanes once, for all of its lanes that this rank uses.
 
-    Call `begin_at` for each of these lanes before the first `next`. If rows of other lanes are read
-    on the way to the next row of one lane, they are buffered as Arrow tables.
+    Call `begin_at` for each of these lanes before the first `next`. Rows that belong to another of
+    these lanes are buffered as Arrow tables until that lane asks for them.
     """
 
     def __init__(self, assignment: LaneAssignment, group: int) -> None:
@@ -130,20 +135,26 @@ class GroupReader:
         self._formatter = PythonFormatter(features=assignment.rows.features)
 
     def begin_at(self, turn: int, place: RowPlace) -> None:
-        """Set the first row of lane `turn` of the group to `place`.
+        """Set the place at which a lane begins, and discard the buffered rows of all lanes.
 
-        Discards the buffered rows of all lanes, so set the first row of every lane of the group
-        that this rank uses before `next` is called again.
+        Afterwards, call it for all other lanes of this rank, too, before `next` is called again.
+
+        Args:
+            turn: number of the lane within the group.
+            place: the first row that `next` returns for this lane.
         """
         self._begins[turn] = place
         self._waiting, self._in_hand, self._reading = {}, {}, None
 
     def next(self, turn: int) -> tuple[RowPlace, dict[str, Any]] | None:
-        """Read the next row of lane `turn` of the group.
+        """Read the next row of a lane.
+
+        Args:
+            turn: number of the lane within the group.
 
         Returns:
-            The place of the row and its columns by name. At the end of each pass, None is returned
-            once, and the next call starts the next pass.
+            (place of the row, its columns by name). At the end of each pass, None is returned once,
+            and the next call starts the next pass.
         """
         if self._reading is None:
             self._waiting = {lane: deque() for lane in self._begins}
@@ -161,10 +172,10 @@ class GroupReader:
         return row
 
     def _read(self, start: RowPlace) -> Iterator[None]:
-        """Read the rows of the group from `start` on, pass after pass; yield after each table.
+        """Read the rows of the group from `start` on into the buffers of their lanes, without end.
 
-        Each row is appended to the buffer (`_waiting`) of its lane. At the end of a pass, None is
-        appended to each buffer.
+        Yields None after each table of rows, and at the end of each pass. At the end of a pass,
+        None is also appended to the buffer (`_waiting`) of each lane.
         """
         epoch, first, skipped, number = start
         while True:
@@ -210,7 +221,7 @@ class GroupReader:
 def _read_tables(
     rows: datasets.IterableDataset, file: int, skipped: int
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (number of the first row, table) for shard `file`, after its first `skipped` rows.
+    """Yield (number of the first row, table) for one shard, from row number `skipped` on.
 
     A table holds up to `READ_ROWS` rows.
     """
@@ -222,7 +233,7 @@ def _read_tables(
 
 
 def reduce_lanes(rows: Sequence[datasets.IterableDataset], lanes: int, lane_rows: int) -> int:
-    """Choose the largest number of lanes for which every lane gets enough rows of every stream.
+    """Return the largest number of lanes for which every stream has enough rows.
 
     Reads up to `lanes` x `lane_rows` rows of each stream to count them.
 

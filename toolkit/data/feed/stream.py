@@ -62,9 +62,10 @@ class StreamSource:
 
 @dataclass
 class StreamPlace:
-    """The place at which a lane's window of rows begins, and counts of the lane's earlier rows.
+    """The row at which a lane's current window begins, and counts of the lane's earlier rows.
 
-    Checkpoints store it. The names of the fields are part of the checkpoint format.
+    A window is a group of rows that is shuffled together. Checkpoints store this object, so the
+    names of the fields are part of the checkpoint format.
     """
 
     at: RowPlace = BEGINNING
@@ -94,7 +95,7 @@ class StreamPlace:
     """Number of tokens that were cut off."""
 
     def count_row(self, at: RowPlace, row: EncodedRow) -> bool:
-        """Count the row at place `at` and move to the place after it.
+        """Count the row at place `at`, and set `self.at` to the place after it.
 
         A row without tokens counts as skipped.
 
@@ -115,7 +116,7 @@ class StreamPlace:
         return True
 
     def next_pass(self) -> "StreamPlace":
-        """Return the place at the beginning of the next pass, with the counts over all passes."""
+        """Return the place at which the next pass begins. It keeps the counts over all passes."""
         place = StreamPlace(BEGINNING._replace(epoch=self.at.epoch + 1), **self.row_counts())
         place.all_samples = self.all_samples
         place.empty_passes = 0 if self.samples else self.empty_passes + 1
@@ -136,9 +137,9 @@ class StreamSample(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The number of a lane, the number of lanes, and the size of the global batch.
+    """One of the lanes (independent sequences of rows) into which a stream is divided.
 
-    The sample at position p of the run comes from lane p modulo the number of lanes.
+    The sample at position p of the run comes from the lane with number p modulo `of`.
     """
 
     number: int = 0
@@ -163,8 +164,8 @@ class SourceStream:
         seed: seed of the run.
         window: maximum size of a window, in samples.
         lane: the lane that this stream belongs to.
-        readers: readers of the source by number of their group of lanes. The lanes of a rank share
-            this dict, and a missing reader is added. None: the lane has a separate reader.
+        readers: group number -> reader, for this source. All lanes of a rank share this dict, and a
+            missing reader is added to it. None: the lane has a separate reader.
         first: size of the first window of a pass, in samples. Each later window is twice as large,
             up to `window`.
 
@@ -204,12 +205,12 @@ class SourceStream:
         self._start_at(StreamPlace(), 0, {})
 
     def _start_at(self, place: StreamPlace, used: int, read: dict[str, Any]) -> None:
-        """Set the state of the stream to the window at `place`, which is built at the next sample.
+        """Move the stream to the window at `place`. The following `next` builds the window.
 
         Args:
             place: the beginning of the window.
             used: number of samples of the window that were already returned.
-            read: counts of rows to report until the window is built (`row_counts`).
+            read: the counts that `row_counts` returns until the window is built.
         """
         # The current window lies between `_place` and `_next`. It is not built yet; until then, the
         # counts of its rows are those of the checkpoint.
@@ -223,21 +224,21 @@ class SourceStream:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values for `load_state_dict`.
 
-        `place` is where the current window begins, `given` is the number of its samples that were
-        returned, and `read` counts the rows up to its end.
+        `place` is the beginning of the current window. `given` is the number of its samples that
+        were returned. `read` has the counts of rows up to its end.
         """
         place = {name: value for name, value in asdict(self._place).items() if value}
         read = {name: value for name, value in self.row_counts().items() if value}
         return {"place": place, "given": self._used, "read": read}
 
     def row_counts(self) -> dict[str, Any]:
-        """Return the counts of all rows read so far, including those of the current window."""
+        """Return the counts of all rows up to the end of the current window, as JSON values."""
         return self._next.row_counts() if self.items or not self._used else self._read_before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` returned.
 
-        The following `next` skips to the place and builds its window again.
+        The next call of `next` skips to the stored place and builds the window again.
         """
         place = state["place"] | {"at": RowPlace(*state["place"]["at"])}
         self._start_at(StreamPlace(**place), state["given"], state["read"])
@@ -246,8 +247,8 @@ class SourceStream:
         """Return the next sample; None after the last pass that `max_repeats` allows.
 
         Raises:
-            DataError: as many passes as there are lanes gave no sample, a row is refused, or the
-                rows have changed since the checkpoint was saved.
+            DataError: a row is refused, the rows have changed since the checkpoint was saved, or
+                several passes in a row (one per lane) gave no sample.
         """
         if self._used and not self.items:
             # Build the window again of which some samples were used before the resume.
@@ -268,8 +269,10 @@ class SourceStream:
     def _build_window(self) -> None:
         """Read the next window, and set `items` to its samples in shuffled order.
 
+        `items` becomes empty if the rest of the pass has no usable row.
+
         Raises:
-            DataError: as many passes as there are lanes gave no sample.
+            DataError: several passes in a row (one per lane) gave no sample.
         """
         self._place = self._next
         pieces, after, ended = self._read_window(self._place)
@@ -289,7 +292,7 @@ class SourceStream:
         self._next = after
 
     def _permute_items(self, items: list, purpose: str) -> list:
-        """Permute items in an order that depends on the lane, the window and `purpose`."""
+        """Shuffle items. The order depends on the lane, the pass, the window and `purpose`."""
         seed, n = derived_seed(self.seed, purpose, self._place.window), len(items)
         return [items[i] for i in permute(np.arange(n), max(1, n), seed, self._place.at.epoch)]
 
@@ -300,7 +303,7 @@ class SourceStream:
         its remaining tokens begin the next window.
 
         Returns:
-            The pieces of the rows, the place after the window, and True if the pass ended.
+            (pieces of the rows, place after the window, True if the pass ended).
         """
         at = StreamPlace(**asdict(start))
         pieces: list[Piece] = []
@@ -355,9 +358,9 @@ class SourceStream:
         )
 
     def _build_samples(self, pieces: list[Piece]) -> list[StreamSample]:
-        """Pack, join or pad the pieces of a window as the shape says, and shuffle the samples.
+        """Pack, join or pad the pieces of a window as packing says, and shuffle the samples.
 
-        Padded samples (packing `none`) are then ordered by `_order_by_length`.
+        Samples that will be padded (packing `none`) are then ordered by `_order_by_length`.
         """
         groups = [[piece] for piece in pieces]
         if self.shape.packing == "bfd":
@@ -375,9 +378,8 @@ class SourceStream:
     def _order_by_length(self, samples: list[StreamSample]) -> list[StreamSample]:
         """Reorder samples so that all lanes give similar lengths to the same global batch.
 
-        The n-th sample is taken at a quantile of the lengths that are still unused in the window.
-        The quantile depends only on the global batch of the sample, so it is the same for all
-        lanes.
+        For each global batch, a pseudo-random quantile is computed that is the same in all lanes.
+        The next sample is the one at this quantile of the lengths that remain in the window.
         """
         by_length, order = sorted(samples, key=lambda sample: sample.length), []
         number, lanes, batch = self.lane

@@ -104,7 +104,10 @@ class StreamFeed(Feed):
         ]
 
     def uneven_lane_lines(self, world_size: int) -> list[str]:
-        """Format a log note if the lanes do not divide evenly over the ranks; otherwise empty."""
+        """Return [a log note] if ranks have to share lanes, which do not divide evenly; else [].
+
+        There is no note if there is only one lane.
+        """
         lanes_per_rank = self.lanes // math.gcd(world_size, self.lanes)
         if lanes_per_rank * world_size == self.lanes or self.lanes == 1:
             return []
@@ -121,7 +124,10 @@ class StreamFeed(Feed):
         )
 
     def check_enough(self, world_size: int) -> None:
-        """Raise a `DataError` if the first samples of a stream have no supervised tokens."""
+        """Raise DataError if the first window of a stream has no supervised token.
+
+        Reads that window from each source. `world_size` is not used.
+        """
         # Any number of samples is enough, because a stream starts again at its end.
         for stream in self.first_windows:
             labels = [piece.labels[1:] for item in stream.items for piece in item.pieces]
@@ -136,10 +142,10 @@ class StreamFeed(Feed):
 
     @cached_property
     def first_windows(self) -> list[SourceStream]:
-        """New streams, one per source, that have read their first window with samples.
+        """One new stream per source that has read its first window with samples. Cached.
 
-        They are for inspecting the data: they have a single lane, and do not change the position of
-        the run.
+        The streams serve to inspect the data. Each has a single lane, and the position of the run
+        does not change.
         """
         seed, window = self.position.seed, self.window
         streams = [
@@ -160,9 +166,10 @@ class StreamFeed(Feed):
     def _read_batches(
         self, run: DataRank, count: int, size: int, accumulation: int, workers: int
     ) -> Batches:
-        """Yield this rank's micro-batches of the next `count` steps, and update the position.
+        """Yield this rank's micro-batches of the next `count` steps.
 
-        After the last micro-batch of a step, `position.after_step` has the new states of lanes.
+        Before the last micro-batch of a step is yielded, `position.after_step` gets the new states
+        of the lanes, for `position.advance()`.
 
         Raises:
             DataError: `max_repeats` ends the data, or a row is refused.
@@ -188,7 +195,10 @@ class StreamFeed(Feed):
             yield batch[_BATCH]
 
     def reading_lines(self) -> list[str]:
-        """Format log lines that count read, skipped and truncated rows of each source so far."""
+        """Format log lines that count read, skipped and truncated rows of each source so far.
+
+        The counts are those that `position.state_dict()` collected last; [] before that.
+        """
         lanes = self.position.stream or {}
         lines = []
         for source in self.sources if lanes else ():
@@ -218,10 +228,9 @@ class StreamFeed(Feed):
 class MixedLane:
     """The samples of one lane, mixed from all sources by weight.
 
-    The mixture is that of [Note: mixing] in `order/mixture.py`, except that the end of a source is
-    found only when it is reached. Lane l starts at turn l of the mixture, so neighbouring lanes
-    draw from different sources. At any point of the run, a source is at most as many samples away
-    from its share as there are lanes.
+    The mixture is that of [Note: mixing] in `order/mixture.py`, but the end of a source is not
+    known in advance. Lane l starts at turn l of the mixture, so neighbouring lanes draw from
+    different sources. In the complete run, a source is at most `lanes` samples away from its share.
     """
 
     def __init__(self, streams: Sequence[SourceStream], lane: Lane) -> None:
@@ -265,9 +274,8 @@ class RankBatches(IterableDataset):
     """The micro-batches of one rank: rank r of W reads samples r, r + W, ... of each global batch.
 
     Iterating yields dicts with a micro-batch under `batch`. The last dict of a step also has
-    `places`: the states of the lanes that the step moved, by lane number, as JSON text. After a
-    DataError, the last dict has only its message, under `error`; an exception from a worker process
-    would carry a traceback.
+    `places`: JSON text of lane number -> new state, for the lanes from which the step read. On a
+    DataError, a last dict with only the message, under `error`, is yielded instead of raising.
     """
 
     sources: Sequence[StreamSource]
@@ -303,9 +311,9 @@ class RankBatches(IterableDataset):
                 yield content
 
     def _lanes_of_rank(self) -> dict[int, MixedLane]:
-        """Create the lanes that this rank reads, by number, each at its place in the position.
+        """Create the lanes from which this rank reads: number -> lane at its stored position.
 
-        If the ranks do not divide the lanes evenly, several ranks read the same lanes.
+        If the lanes do not divide evenly over the ranks, several ranks read the same lane.
         """
         step, seed = math.gcd(self.world_size, self.lanes), self.position.seed
         readers: list[dict[int, GroupReader]] = [{} for _ in self.sources]
@@ -323,10 +331,11 @@ class RankBatches(IterableDataset):
         return lanes
 
     def _read_samples(self, lanes: dict[int, MixedLane], positions: range) -> list[StreamSample]:
-        """Read this rank's samples of one step, and skip those that other ranks use.
+        """Read the samples of one step from this rank's lanes, and return those that it trains on.
 
         Args:
-            lanes: the lanes of this rank by number, which are advanced.
+            lanes: number -> lane, for the lanes of this rank. They advance past all samples of the
+                step, including those that other ranks train on.
             positions: positions in the run of all samples of the step.
 
         Raises:

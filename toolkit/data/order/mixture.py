@@ -46,7 +46,7 @@ _FAR = 1 << 36
 
 
 class DrawnSamples(NamedTuple):
-    """Numbers of samples at consecutive positions, their sources and passes; int64 arrays."""
+    """Three int64 arrays about consecutive positions: sample numbers, sources and passes."""
 
     samples: np.ndarray
     sources: np.ndarray
@@ -101,9 +101,9 @@ class Mixture:
         self.total = self._compute_phases()
 
     def draws(self, start: int, count: int) -> DrawnSamples:
-        """Return the samples at positions `start` to `start + count - 1`, with sources and passes.
+        """Return the samples at positions [start, start + count), with their sources and passes.
 
-        The last position must be below `total`, the number of positions.
+        The last position must be below `total`, the number of positions; else an assertion fails.
         """
         stop = start + count
         assert self.total is None or stop <= self.total
@@ -123,7 +123,7 @@ class Mixture:
         return DrawnSamples(samples, sources, passes)
 
     def indices(self, start: int, count: int) -> np.ndarray:
-        """Return the numbers of the samples at positions `start` to `start + count - 1`; int64."""
+        """Return the numbers of the samples at positions [start, start + count); int64."""
         return self.draws(start, count).samples
 
     def counts(self, position: int) -> list[int]:
@@ -133,7 +133,10 @@ class Mixture:
         return [drawn + here.get(source, 0) for source, drawn in enumerate(phase.drawn)]
 
     def _compute_phases(self) -> int | None:
-        """Fill `_phases`; return the number of positions, or None if the sequence never ends."""
+        """Fill `_phases`, and return the number of positions; None if the sequence never ends.
+
+        The sequence ends when all sources have used up their `max_repeats`.
+        """
         start, drawn = 0, [0] * len(self.sizes)
         active = tuple(range(len(self.sizes)))
         while active:
@@ -148,16 +151,16 @@ class Mixture:
         return start
 
     def _find_exhaustion(self, source: int) -> int:
-        """Find the first position by which `source` has used up the samples that it is allowed.
+        """Return the number of positions after which `source` has used up its `max_repeats`.
 
-        The search assumes that the last phase of `_phases` continues.
+        The result assumes that the last phase of `_phases` does not end earlier.
         """
         begin, limit = self._phases[-1].start, self._limits[source]
         return bisect_left(range(_FAR), limit, lo=begin, key=lambda p: self.counts(p)[source])
 
 
 class SampleOrder(Mixture):
-    """The endless sequence of the shuffled epochs of `n` samples. See [Note: sample order]."""
+    """An endless sequence of epochs over `n` samples, each shuffled. See [Note: sample order]."""
 
     def __init__(self, n: int, seed: int) -> None:
         super().__init__([n], [1], seed)
@@ -165,7 +168,7 @@ class SampleOrder(Mixture):
 
 
 class ByLength:
-    """A sample order in which global batches hold samples of similar length.
+    """A sample order that is regrouped so that samples of similar length share a global batch.
 
     See [Note: grouping by length].
 
@@ -173,7 +176,8 @@ class ByLength:
         order: the sample order to regroup.
         lengths: number of tokens of each sample.
         global_batch: number of samples in a step.
-        seed: seed of the order of batches within a window of `GROUPED_BATCHES` batches.
+        seed: seed of the run. Windows of `GROUPED_BATCHES` batches are sorted by length, and their
+            batches are shuffled.
     """
 
     def __init__(self, order: Mixture, lengths: np.ndarray, global_batch: int, seed: int) -> None:
@@ -184,7 +188,7 @@ class ByLength:
         self._window = lru_cache(maxsize=1)(self._regroup_window)
 
     def indices(self, start: int, count: int) -> np.ndarray:
-        """Return the numbers of the samples at positions `start` to `start + count - 1`; int64."""
+        """Return the numbers of the samples at positions [start, start + count); int64."""
         first, at = divmod(start, self.window_size)
         last = -(-(start + count) // self.window_size)
         windows = [self._window(number) for number in range(first, last)]
@@ -193,7 +197,8 @@ class ByLength:
     def _regroup_window(self, number: int) -> np.ndarray:
         """Return the samples of window `number` in their new order; int64.
 
-        Samples after the last complete batch keep their place at the end of the window.
+        A window has `GROUPED_BATCHES` global batches. Samples after the last complete batch, and
+        those of batches in which a source ends a pass, keep their positions.
         """
         start, stop = number * self.window_size, (number + 1) * self.window_size
         stop = stop if self.order.total is None else min(stop, self.order.total)
@@ -209,10 +214,9 @@ class ByLength:
 
 
 def _single_pass_ranges(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of batches in which each source stays within one pass.
+    """Yield ranges (begin, end) of batches in which each source stays within one pass.
 
-    Each range is a pair of batch numbers (begin, end), end excluded. A batch in which a source
-    changes its pass belongs to no range.
+    `end` is excluded. A batch in which a source begins a new pass belongs to no range.
     """
     began, passes = 0, dict[int, int]()
     batches = len(draws.samples) // global_batch
@@ -230,7 +234,10 @@ def _single_pass_ranges(draws: DrawnSamples, global_batch: int) -> Iterator[tupl
 
 
 def integer_shares(weights: Sequence[float]) -> list[int]:
-    """Convert weights to positive integers in the same proportion, up to rounding."""
+    """Convert weights to positive integers of the same proportion, up to rounding.
+
+    Weights that are integers already are kept, unless they are very large.
+    """
     # If the weights are the sizes of the sources, a pass has each sample exactly once.
     if all(w == int(w) for w in weights) and sum(weights) <= _SHARES:
         return [int(w) for w in weights]
@@ -262,16 +269,16 @@ def samples_per_source(active: Sequence[int], shares: Sequence[int], turns: Any)
 def source_at_turn(
     active: Sequence[int], shares: Sequence[int], turns: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the source of each given sample of a mixture.
+    """Find the source of the samples at the given positions of a mixture.
 
     Args:
         active: indices of the sources that are mixed.
         shares: integer weights of all sources.
-        turns: positions of the samples in the mixture; int64.
+        turns: positions in the mixture, from 0; int64.
 
     Returns:
-        The index of the source of each sample, and the number of earlier samples of that source;
-        two int64 arrays of the shape of `turns`.
+        (index of the source at each position, number of earlier samples of that source): two int64
+        arrays of the shape of `turns`.
     """
     before, after = (
         np.array(list(samples_per_source(active, shares, n).values())) for n in (turns, turns + 1)

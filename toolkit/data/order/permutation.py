@@ -45,7 +45,10 @@ def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarra
 
 
 def draw_below(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Draw a pseudo-random number below `n` for each index, seed and epoch; int64."""
+    """Draw a pseudo-random number in [0, n) for each index; int64, of the shape of `index`.
+
+    The numbers depend only on index, seed and epoch. They may repeat.
+    """
     key = np.uint64(derived_seed(seed, "drawn", epoch))
     return (_mix(_mix(index.astype(np.uint64)) ^ key) % np.uint64(n)).astype(np.int64)
 

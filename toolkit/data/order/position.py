@@ -48,8 +48,9 @@ def eval_batches(
 ) -> list[list[int]]:
     """Divide samples into batches for all ranks, and return the batches of one rank.
 
-    Each sample is in one batch of one rank. All ranks get the same number of full batches: the last
-    ones are completed with the index `FILLER`, a sample without supervised tokens.
+    Each sample is in one batch of one rank. All ranks get the same number of full batches. The last
+    ones are filled up with `FILLER`, the index of a sample of padding. Without samples, the list is
+    empty.
     """
     rounds = -(-len(samples) // (batch_size * world_size))
     filled = np.full(rounds * world_size * batch_size, FILLER)
@@ -86,7 +87,7 @@ class Position:
         self.after_step: dict[str, Any] | None = None
 
     def advance(self) -> None:
-        """Move the position by one step, to the end of the step that was read last.
+        """Move the position to the end of the step that was read last.
 
         Raises:
             DataError: the data is a stream, and no step was read since the last call.
@@ -120,6 +121,8 @@ class Position:
 
     def merge_places(self, of_ranks: Sequence[dict[str, Any]]) -> None:
         """Merge the lane states of all ranks into `stream`, and clear `local_places`.
+
+        A state in `of_ranks` replaces an older state of the same lane.
 
         Args:
             of_ranks: `local_places` of each rank: lane number as text -> state of the lane.

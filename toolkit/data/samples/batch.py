@@ -15,7 +15,7 @@ IGNORED = -100
 class Batch:
     """A micro-batch: inputs of the model, and the target token of each position.
 
-    B is the number of rows and T their number of positions.
+    In the shapes, B is the number of rows and T the number of positions in a row.
     """
 
     inputs: dict[str, Any]
@@ -48,13 +48,13 @@ class Batch:
 
     @classmethod
     def of(cls, labels: torch.Tensor, *, count: bool = False, **inputs: Any) -> "Batch":
-        """Create a batch from unshifted `labels`, as transformers uses them.
+        """Create a batch from `labels` that are not shifted, as in transformers.
 
-        The target of each position is the label of the next position.
+        The target of each position is the label of the next position; the last one has no target.
 
         Args:
             labels: int64 [B, T]; `IGNORED` for tokens that the loss does not cover.
-            count: whether to set `n_targets`; this waits for the device if `labels` are on one.
+            count: set `n_targets`. If `labels` are on an accelerator, the host waits for it.
             inputs: arguments of the model's forward.
         """
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -76,11 +76,11 @@ class Batch:
 
     @property
     def trained(self) -> "Batch":
-        """The batch whose forward gets a gradient: the first of `halves`; if None, this batch."""
+        """The batch whose forward gets a gradient: `halves[0]`, or this batch without halves."""
         return self if self.halves is None else self.halves[0]
 
     def tensors(self) -> list[torch.Tensor]:
-        """List all tensors of the batch and of its `halves`."""
+        """List all tensors of the batch, including those of its `halves`."""
         values = [*self.inputs.values(), self.targets, self.used, self.sequences, self.ends]
         values += self.columns.values()
         tensors = [value for value in values if isinstance(value, torch.Tensor)]

@@ -47,12 +47,12 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        """Whether a row has exactly one scalar, which is stored as a number instead of a list."""
+        """True if each row has a single number, which is stored as such instead of in a list."""
         return self.per == "row" and not self.shape
 
     @property
     def arrow_type(self) -> pa.DataType:
-        """The Arrow type that stores a row's values: a number, or one flat list of numbers."""
+        """The Arrow type of a row's values: a number, or one flat list of numbers."""
         number = pa.from_numpy_dtype(np.dtype(self.dtype))
         return number if self.is_number else pa.list_(number)
 
@@ -68,10 +68,13 @@ class Column:
         return np.full((count, *self.shape), self.fill, np.dtype(self.dtype))
 
     def as_array(self, value: Any) -> np.ndarray:
-        """Convert the values of one row, which may be flat, to an array [values, *shape]."""
+        """Convert the values of one row to an array [number of values, *shape].
+
+        `value` may be flat, as it is stored.
+        """
         return np.asarray(value, np.dtype(self.dtype)).reshape(-1, *self.shape)
 
 
 def stored_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Select the columns that are stored with the token ids, which are all that are not late."""
+    """Return the columns that are stored with the token ids: all columns that are not late."""
     return {name: column for name, column in columns.items() if not column.late}

@@ -20,7 +20,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class BinPlan:
-    """An assignment of samples to bins; `len(plan)` is the number of bins."""
+    """An assignment of samples to bins. A bin is a packed sample; `len(plan)` is their number."""
 
     samples: np.ndarray
     """Every sample once, bin after bin, ascending within a bin; int64."""
@@ -65,7 +65,7 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> BinPlan:
 
 
 def _fill_bins(values: list[int], counts: list[int], capacity: int) -> list[tuple[int, int, int]]:
-    """Choose the number of samples of each length in each bin by best-fit decreasing.
+    """Choose by best-fit decreasing how many samples of each length every bin gets.
 
     Args:
         values: the distinct lengths in tokens, in descending order.
@@ -73,8 +73,8 @@ def _fill_bins(values: list[int], counts: list[int], capacity: int) -> list[tupl
         capacity: number of tokens of a bin.
 
     Returns:
-        Tuples (first bin, number of consecutive bins, samples put into each of them). If the
-        samples are sorted by descending length, the tuples use them up in this order.
+        Tuples (first bin, number of bins, k): each of these consecutive bins gets k samples. The
+        tuples apply to the samples in descending order of length.
     """
     ranges: list[tuple[int, int, int]] = []
     # Ranges of bins by their free tokens: (first bin, number of bins).

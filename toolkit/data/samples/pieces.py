@@ -30,9 +30,9 @@ _UNDECLARED: Mapping[str, Column] = {}
 class Piece(NamedTuple):
     """A row or a part of a row: token ids, labels and column values.
 
-    `second` is the position at which the rejected side of a pair begins, or 0. `per_token` has
-    column values [tokens, ...]. `per_row` has values of the complete row: [1, ...], or
-    [sequences, ...] for columns with a value per sequence.
+    `second` is the position at which the rejected side of a pair begins; 0 for other rows.
+    `per_token` has column values of shape [tokens, ...]. `per_row` has the values of the complete
+    row, of shape [1, ...], or [sequences, ...] for columns with a value per sequence.
     """
 
     ids: np.ndarray
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     per_row: Mapping[str, np.ndarray] = _NO_COLUMNS
 
     def part(self, begin: int, end: int | None = None) -> "Piece":
-        """Return tokens `begin` to `end` (excluded) with their values; `per_row` stays complete."""
+        """Return tokens [begin, end) with their labels and values; `per_row` stays complete."""
         per_token = {name: values[begin:end] for name, values in self.per_token.items()}
         return self._replace(
             ids=self.ids[begin:end], labels=self.labels[begin:end], per_token=per_token
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 def join_pieces(pieces: Sequence[Piece]) -> Piece:
-    """Concatenate one or more pieces; the result has no `per_row` values and `second` is 0."""
+    """Concatenate one or more pieces. The result has no `per_row` values, and `second` is 0."""
     names = pieces[0].per_token
     return Piece(
         np.concatenate([piece.ids for piece in pieces]),
@@ -168,7 +168,9 @@ class EncodedRows:
         self._late[name] = values
 
     def values_of_row(self, name: str, row: int) -> np.ndarray:
-        """Return the values of a column per row or per sequence: [1 or sequences, *shape].
+        """Return a row's values in a column per row or per sequence: [1 or sequences, *shape].
+
+        A row without a stored value gets the fill value of the column.
 
         Raises:
             DataError: the column is late, and the row has no value.
@@ -188,7 +190,10 @@ class EncodedRows:
         return column.as_array(stored[row].values.to_numpy())
 
     def _values_of_tokens(self, name: str, begin: int, count: int) -> np.ndarray:
-        """Return the values of a column per token for a range of all rows' tokens: [count, *shape].
+        """Return the values of `count` tokens in a column per token: [count, *shape].
+
+        Tokens are counted over all rows joined. If the column is not stored, all values are its
+        fill value.
 
         Raises:
             DataError: the column is late, and a token has no value.
@@ -205,7 +210,7 @@ class EncodedRows:
         return column.as_array(values.to_numpy())
 
     def _check_complete(self, name: str, values: np.ndarray, row: int) -> None:
-        """Raise a `DataError` that names `row` if a value of column `name` is not finite."""
+        """Raise DataError, with the number `row`, if a value of column `name` is not finite."""
         if not np.isfinite(values).all():
             raise DataError(
                 f"row {row} has no {name} value, and a batch reads it: expected one for every row "
@@ -213,15 +218,15 @@ class EncodedRows:
             )
 
     def rows_of(self, begin: int, count: int) -> tuple[int, int]:
-        """Find (first row, last row) of tokens `begin` to `begin + count` of all rows joined."""
+        """Return the first and the last row of tokens [begin, begin + count) of all rows joined."""
         first, last = self.ends.searchsorted([begin, begin + count - 1], "right").tolist()
         return first, last
 
     def piece(self, begin: int, count: int) -> Piece:
-        """Read tokens `begin` to `begin + count` of all rows joined; ids and labels are copies.
+        """Read tokens [begin, begin + count) of all rows joined, as a piece with copied ids.
 
-        The fields `per_row` and `second` of the result have the values of the row in which the
-        piece begins.
+        Labels are copies, too. The fields `per_row` and `second` have the values of the row in
+        which the piece begins.
         """
         ids = self._joined.slice(begin, count).to_numpy().astype(np.int64)
         first, last = self.rows_of(begin, count)
@@ -245,7 +250,10 @@ def _flatten(lists: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _fill_nulls(stored: pa.ChunkedArray | None, column: Column, rows: int) -> np.ndarray:
-    """Return a column of numbers as an array [rows], with its fill value for missing numbers."""
+    """Convert a stored column of numbers to an array [rows]; nulls become the fill value.
+
+    If `stored` is None, all values are the fill value.
+    """
     if stored is None:
         return column.blank(rows)
     fill = pa.scalar(column.blank(1)[0].item(), stored.type)
@@ -253,7 +261,7 @@ def _fill_nulls(stored: pa.ChunkedArray | None, column: Column, rows: int) -> np
 
 
 def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Compute labels, int64: the token id inside the spans and `IGNORED` elsewhere.
+    """Compute the labels of a row, int64: the token id inside the spans, `IGNORED` elsewhere.
 
     Args:
         ids: token ids.
@@ -267,7 +275,7 @@ def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces into which encoded rows are cut by `cut_windows` or `cut_rows`; read by index."""
+    """The pieces that `cut_windows` or `cut_rows` made of encoded rows; indexing reads one."""
 
     rows: EncodedRows
     begins: range | np.ndarray
@@ -297,14 +305,14 @@ class Pieces:
         return self.rows.piece(*self._token_range(number))
 
     def rows_of(self, number: int) -> tuple[int, int]:
-        """Find (first row, last row) of the tokens of piece `number`."""
+        """Return the first and the last row of which piece `number` has tokens."""
         return self.rows.rows_of(*self._token_range(number))
 
 
 def cut_windows(rows: EncodedRows, length: int, chosen: Chosen = None) -> Pieces:
     """Join all rows and cut them into pieces of `length` tokens; drop the remaining tokens.
 
-    Without `chosen`, the pieces need no memory each, since a large corpus has 10^8 of them.
+    Without `chosen`, the pieces take no memory, since a large corpus has 10^8 of them.
 
     Args:
         rows: the encoded rows.

@@ -36,8 +36,8 @@ class SampleShape:
     """How pieces of rows become samples, and samples become micro-batches.
 
     Args:
-        packing: `wrapped` joins all rows and cuts them anywhere, `bfd` packs several rows into a
-            sample, and `none` pads each row.
+        packing: `wrapped` joins all rows and cuts them into windows, `bfd` packs several rows into
+            a sample, and `none` pads each row.
         sequence_length: maximum number of tokens of a sample.
         pad_id: token id of padding.
         borders: True if micro-batches contain the borders of documents (`document_borders`), which
@@ -72,16 +72,16 @@ class SampleShape:
 
     @property
     def _has_sequences(self) -> bool:
-        """Whether micro-batches number their sequences, such as the two sides of a pair."""
+        """True if micro-batches number their sequences, such as the two sides of a pair."""
         return self.row_format.sequences_per_row > 0
 
     def sample(self, pieces: Sequence[Piece], names: Collection[str] | None = None) -> Sample:
-        """Join pieces into one sample: `input_ids` [T], `labels` [T] and `used` (), all int64.
+        """Join pieces into one sample, a dict of tensors; see `Sample` for its keys.
 
-        `used` is the number of tokens without padding. T is `sequence_length`, or `used` if packing
-        is `none`. With `bfd`, `position_ids` [T] restart at each piece. Transformers then separates
-        the pieces in attention if there is no attention mask. Padding counts as one more piece. The
-        first label of each piece becomes `IGNORED`, because nothing predicts it.
+        `input_ids` [T], `labels` [T] and `used` [] are int64; `used` is the number of tokens
+        without padding. T is `sequence_length`, or `used` if packing is `none`. With `bfd`,
+        `position_ids` [T] restart at each piece, by which transformers separates the pieces in
+        attention. The first label of each piece becomes `IGNORED`, because nothing predicts it.
 
         Args:
             pieces: the pieces, whose labels are changed in place; empty for a sample of padding.
@@ -100,9 +100,9 @@ class SampleShape:
         return self._join_pieces(pieces, [n for n in names if columns[n].per == "token"]) | values
 
     def for_sides(self) -> "SampleShape":
-        """Return this shape for samples whose pieces are single sides of pairs, one sequence each.
+        """Return a copy for samples whose pieces are single sides of pairs.
 
-        Only columns per token remain.
+        Each side is one sequence. Of the columns, only those per token remain.
         """
         of_tokens = {name: c for name, c in self.columns.items() if c.per == "token"}
         row_format = replace(
@@ -111,12 +111,14 @@ class SampleShape:
         return replace(self, row_format=row_format)
 
     def dummy_sample(self, tokens: int, second: int = 0, *, late: bool = True) -> Sample:
-        """Create a sample of one row of zeros with values in all columns, to measure memory.
+        """Create a sample of one row, to measure memory.
+
+        Token ids are 0, and columns have their fill values.
 
         Args:
             tokens: number of tokens, all of which are supervised.
-            second: position at which the rejected side of a pair begins.
-            late: True if late columns have values, too.
+            second: position at which the rejected side of a pair begins; 0 for other rows.
+            late: include late columns.
         """
         per_token, per_row = dict[str, np.ndarray](), dict[str, np.ndarray]()
         for name, column in self.columns.items():
@@ -132,17 +134,20 @@ class SampleShape:
         return self.sample([piece], [*per_token, *per_row])
 
     def _units_per_row(self, column: Column) -> int:
-        """Return how many values a row has in a column per row or per sequence."""
+        """Return the number of values of a row: its sequences for a column per sequence, else 1."""
         return max(1, self.row_format.sequences_per_row) if column.per == "sequence" else 1
 
     def _values_per_row(self, name: str, column: Column, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Concatenate the values of pieces in a column per row or per sequence: [values, ...]."""
+        """Concatenate the pieces' values in a column per row or per sequence: [values, *shape].
+
+        A piece without a value gets the fill value.
+        """
         blank = column.blank(self._units_per_row(column))
         values = [piece.per_row.get(name, blank) for piece in pieces]
         return torch.from_numpy(np.concatenate([column.blank(0), *values]))
 
     def _join_pieces(self, pieces: Sequence[Piece], names: Sequence[str]) -> Sample:
-        """Build the sample that `sample` describes, without values per row.
+        """Build a sample as `sample` describes it, without columns per row or per sequence.
 
         Args:
             pieces: the pieces; each side of a pair is a separate piece.
@@ -171,14 +176,15 @@ class SampleShape:
         return self._mark_sequences(sample, lengths[:-1]) if self._has_sequences else sample
 
     def _mark_sequences(self, sample: Sample, lengths: list[int]) -> Sample:
-        """Add to a sample the number, the end and the length of each of its sequences.
+        """Add the tensors `sequences`, `ends` and `lengths` to a sample, in place, and return it.
 
-        The added tensors are `sequences` [T], the sequence of each position's target, or -1; `ends`
-        [T], a mask of the last token of each sequence that is not the padding token, which is where
-        classifiers of transformers read their output; and `lengths` [sequences], in tokens.
+        `sequences` [T] has the number of the sequence to which each position's target belongs, or
+        -1. `ends` [T] is True at the last token of each sequence that is not the padding token,
+        because classifiers of transformers read their output there. `lengths` [sequences] is in
+        tokens. If `prompts` is set, the labels of chosen prompts are filled in, too.
 
         Args:
-            sample: the sample, which is changed in place.
+            sample: the sample.
             lengths: number of tokens of each piece; each piece is a sequence.
         """
         labels, pieces = sample["labels"], torch.tensor(lengths, dtype=torch.int64)
@@ -199,12 +205,12 @@ class SampleShape:
         return sample
 
     def batch(self, samples: list[Sample]) -> Batch:
-        """Collate samples into a micro-batch of shape [samples, T].
+        """Collate samples into a micro-batch.
 
-        With packing `none`, rows are padded on the right and have an `attention_mask`. Each side of
-        a pair is then a separate row. T is the longest length rounded up to a multiple of 8, but at
-        most `sequence_length`, since a model may have no more positions. `n_targets` is set unless
-        packing is `wrapped`.
+        Packed samples give rows [samples, T]. With packing `none`, rows are padded on the right to
+        a common T and have an `attention_mask`. Each side of a pair is then a separate row. T is
+        the longest length rounded up to a multiple of 8, but at most `sequence_length`. `n_targets`
+        is set unless packing is `wrapped`.
         """
         halves = self._split_halves(samples)
         columns = {
@@ -240,7 +246,7 @@ class SampleShape:
         return replace(batch, halves=halves, **self._sequence_fields(samples, batch))
 
     def _pad(self, rows: list[Sample], columns: dict[str, Column]) -> list[Sample]:
-        """Pad rows on the right to one length, and add their attention masks.
+        """Pad rows on the right to a common length, and add their attention masks.
 
         Args:
             rows: tensors of each row, by name.
@@ -259,7 +265,7 @@ class SampleShape:
     def _sequence_fields(self, samples: list[Sample], batch: Batch) -> dict[str, Any]:
         """Build the `Batch` fields `n_sequences`, `sequences` and `ends` of a micro-batch.
 
-        Sequences are numbered through the complete micro-batch.
+        Sequences are numbered from 0 through all samples.
         """
         counts = [len(sample["lengths"]) for sample in samples]
         numbers, ends = list[torch.Tensor](), list[torch.Tensor]()
@@ -282,14 +288,14 @@ class SampleShape:
         }
 
     def _split_halves(self, samples: list[Sample]) -> tuple[Batch, Batch] | None:
-        """Build one micro-batch of the first sides of all pairs, and one of the second sides.
+        """Build one micro-batch of the rows' own answers, and one of the answers to compare with.
 
-        The first sides are the rows' own answers. The second sides are the answers with which they
-        are compared. Packed rows are as long as the fullest one, rounded up to a multiple of 8.
+        These are the first and the second sides of the pairs in the samples. Packed rows are as
+        long as the fullest one, rounded up to a multiple of 8.
 
         Returns:
-            The two micro-batches; None if the row format does not compare rows, or if all samples
-            are padding.
+            (own answers, other answers); None if the row format does not compare rows, or if all
+            samples are padding.
         """
         if not self.row_format.compares_rows or not any(len(s["lengths"]) for s in samples):
             return None
@@ -311,12 +317,18 @@ class SampleShape:
 
 
 def _row_lengths(sample: Sample) -> list[int]:
-    """Return the lengths of the rows that a padded sample becomes; [1] for a sample of padding."""
+    """Return the lengths of a sample's sequences, each of which becomes a padded row.
+
+    A sample of padding gives [1].
+    """
     return sample["lengths"].tolist() or [1]
 
 
 def _split_row(row: Sample, lengths: list[int]) -> list[Sample]:
-    """Split the tensors of a sample into rows of the given lengths; the excess is dropped."""
+    """Split the tensors of a sample into one dict per row, with rows of the given lengths.
+
+    Tokens after the last row are dropped.
+    """
     if not lengths:
         return []
     parts = {name: tensor[: sum(lengths)].split(lengths) for name, tensor in row.items()}
@@ -324,15 +336,16 @@ def _split_row(row: Sample, lengths: list[int]) -> list[Sample]:
 
 
 def _pad_first(tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
-    """Pad the first dimension of a tensor at its end to `length`."""
+    """Pad the first dimension of a tensor with `fill`, at its end, to `length`."""
     before = [0, 0] * (tensor.ndim - 1)
     return F.pad(tensor, (*before, 0, length - len(tensor)), value=fill)
 
 
 def _split_pairs(sample: Sample, names: Sequence[str]) -> list[Piece]:
-    """Split a sample of pairs into pieces: both sides of the first pair, then of the second, ...
+    """Split a sample of pairs into pieces, alternating between chosen and rejected sides.
 
-    `names` are the columns per token whose values the pieces keep.
+    For labelled answers, the rejected side is the answer of another row. `names` are the columns
+    per token whose values the pieces keep.
     """
     lengths = sample["lengths"].tolist()
     row = {name: sample[name] for name in ("input_ids", "labels", *names)}
@@ -348,10 +361,10 @@ def _split_pairs(sample: Sample, names: Sequence[str]) -> list[Piece]:
 
 
 class Samples(Dataset):
-    """A data set of samples, each made of one piece or, if the shape packs, of several pieces.
+    """A PyTorch data set of samples. A sample has one piece or, if `bfd` packs, several pieces.
 
-    See `SampleShape.sample` for the result of indexing. Index `FILLER` gives a sample of padding.
-    A pickle has the path of the file of rows instead of its tokens.
+    Indexing gives a dict of tensors; see `SampleShape.sample`. Index `FILLER` gives a sample of
+    padding. Pickling stores the path of the Arrow file instead of its tokens.
     """
 
     def __init__(self, pieces: Pieces, shape: SampleShape) -> None:
@@ -371,9 +384,10 @@ class Samples(Dataset):
         return self.shape.sample(pieces, self.pieces.rows.column_names)
 
     def first_rows(self, samples: np.ndarray) -> np.ndarray:
-        """Return the number of the row in which each piece of the given samples begins; int64.
+        """Return the number of the row in which each piece of these samples begins; int64.
 
-        A packed sample contributes one number per piece.
+        A sample that packs several pieces has a number for each, so the result may be longer than
+        `samples`.
         """
         numbers = samples
         if self.plan is not None:
@@ -387,7 +401,10 @@ class Samples(Dataset):
         return int(self.pieces.lengths[self._piece_numbers(index)].sum())
 
     def describe_rows(self, index: int) -> str:
-        """Format the numbers of the encoded rows that a sample contains, from 0: "rows 3, 8"."""
+        """Format the numbers of the encoded rows in a sample, from 0, such as "rows 3, 8".
+
+        Rows that are joined and cut are given as a range, such as "rows 3 to 5".
+        """
         spans = [self.pieces.rows_of(int(number)) for number in self._piece_numbers(index)]
         first, last = spans[0]
         if self.plan is None and first != last:
@@ -396,5 +413,5 @@ class Samples(Dataset):
         return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}"
 
     def _piece_numbers(self, index: int) -> Sequence[int] | np.ndarray:
-        """Return the indices of the pieces of a sample."""
+        """Return the indices of the pieces in a sample."""
         return [index] if self.plan is None else self.plan.bin(index)

@@ -57,14 +57,16 @@ def line_tables(
 ) -> Iterator[pa.Table]:
     """Read a file of JSON lines, a JSON list or CSV as tables with the schema `LINES`.
 
-    Memory: a few megabytes; a JSON list is read completely.
+    Each row is stored as JSON bytes in the column `RAW`. A row that cannot be read or is too long
+    is stored as a text in the column `FAULT`, which `decode_row` raises. Takes a few megabytes of
+    memory, but a JSON list is read completely. An empty file gives no table.
 
     Args:
         file: its path.
-        bounds: (begin, end) in bytes. Read only the JSON lines that begin within them; None: all
+        bounds: [begin, end) in bytes. Read only the JSON lines that begin within them; None: all
             rows.
         kind: `csv` or `json`.
-        limit: maximum number of bytes of a row. A longer row is stored as a fault.
+        limit: maximum number of bytes of a row.
 
     Raises:
         DataError: a JSON list or the header of a CSV file is broken.
@@ -91,10 +93,10 @@ def line_tables(
 
 
 def decode_row(stored: dict[str, Any]) -> dict[str, Any]:
-    """Parse a row that is stored as bytes.
+    """Parse a row that `line_tables` has stored as bytes.
 
     Raises:
-        BadRow: the row is not a JSON mapping, or could not be read.
+        BadRow: the row is not a JSON mapping, or has a fault that was stored with it.
     """
     if stored[FAULT] is not None:
         reason, _, message = stored[FAULT].partition("\n")
@@ -114,12 +116,15 @@ def decode_row(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_named_json_lines(file: str) -> bool:
-    """Return True if the name of a file has the ending .jsonl or .ndjson, also before .gz."""
+    """Return True if .jsonl or .ndjson is among the endings of a file's name, as in a.jsonl.gz."""
     return not {".jsonl", ".ndjson"}.isdisjoint(Path(file.lower()).suffixes)
 
 
 def first_row(file: Path) -> dict[str, Any] | None:
-    """Parse the first non-empty line of a file; None if it is too long or not a JSON mapping."""
+    """Parse the first line of a file that is not blank, as a JSON mapping.
+
+    Returns None if the line is longer than 1 MiB or is something else, or if there is none.
+    """
     with open(file, "rb") as stream:
         for _, line in _iterate_bounded_lines(stream, _BLOCK):
             if line is None:
@@ -131,7 +136,7 @@ def first_row(file: Path) -> dict[str, Any] | None:
 
 
 def _open_decompressed(file: str) -> IO[bytes]:
-    """Open a file to read its bytes, decompressing .gz, .bz2, .xz and .zst."""
+    """Open a file to read its bytes; .gz, .bz2, .xz and .zst are decompressed."""
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     ending = Path(file).suffix.lower()
     if ending == ".zst":
@@ -140,11 +145,11 @@ def _open_decompressed(file: str) -> IO[bytes]:
 
 
 def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
-    """Split a file of JSON lines into `count` byte ranges of equal length; see `Cut`.
+    """Split a file of JSON lines into `count` byte ranges of equal length.
 
     Returns:
-        ((begin, end), end - begin) of each part, in bytes. Empty for a compressed file, a JSON list
-        and a file that cannot be opened.
+        ((begin, end), number of bytes) of each range [begin, end). Empty for a compressed file, a
+        JSON list or a file that cannot be opened.
     """
     try:
         with _open_decompressed(file) as stream:
@@ -159,7 +164,11 @@ def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
 
 
 def _iterate_lines(stream: IO[bytes], file: str, limit: int, bounds: Bounds | None = None) -> _Rows:
-    """Yield the number and the bytes of each JSON line that is not empty, or its `BadRow`."""
+    """Yield (number from 1, bytes) of each JSON line that is not blank.
+
+    For a line longer than `limit` bytes, a `BadRow` takes the place of the bytes. If there are
+    `bounds`, only lines that begin within these bytes [begin, end) are read and counted.
+    """
     for number, line in _iterate_bounded_lines(stream, limit, bounds):
         if line is None:
             yield number, _too_long_error(limit)
@@ -170,9 +179,9 @@ def _iterate_lines(stream: IO[bytes], file: str, limit: int, bounds: Bounds | No
 def _iterate_bounded_lines(
     stream: IO[bytes], limit: int, bounds: Bounds | None = None
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (number from 1, bytes) of each line that begins within `bounds`.
+    """Yield (number from 1, bytes) of each line that begins at a byte in [begin, end) of `bounds`.
 
-    The bytes are None for a line longer than `limit` bytes.
+    Without bounds, all lines are read. The bytes are None for a line longer than `limit` bytes.
     """
     begin, end = bounds or (0, None)
     if begin:
@@ -196,7 +205,10 @@ def _skip_line(stream: IO[bytes]) -> None:
 
 
 def _begins_with_list(stream: IO[bytes]) -> bool:
-    """Return True if the first character that is not white space is "[". Advances the stream."""
+    """Return True if the first character of a stream that is not white space is "[".
+
+    The position of the stream changes.
+    """
     block = stream.read(_BLOCK).removeprefix(codecs.BOM_UTF8)
     while block and not block.strip():
         block = stream.read(_BLOCK)
@@ -294,7 +306,10 @@ PIECES = pa.schema({"text": _TEXT, "start": _FLAG, "end": _FLAG, PLACE: _TEXT})
 
 
 def text_tables(file: str) -> Iterator[pa.Table]:
-    """Read a text file as tables with the schema `PIECES`, one row per piece."""
+    """Read a text file as tables with the schema `PIECES`, one row per piece of about 128 KiB.
+
+    The columns `start` and `end` tell if the document begins or ends with the piece.
+    """
     texts = enumerate(pairwise(chain(read_pieces(Path(file)), [None])))
     rows = (
         (text or "", not number, following is None, f"piece {number} (counted from 0)")
@@ -304,10 +319,12 @@ def text_tables(file: str) -> Iterator[pa.Table]:
 
 
 def read_pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
-    """Read the text of a file in pieces of about `size` bytes.
+    """Yield the text of a file in pieces of about `size` bytes; see `find_cut_offset`.
+
+    An empty file gives one empty piece.
 
     Raises:
-        DataError: the file is not UTF-8; the error names the offset.
+        DataError: the file is not UTF-8; the error gives the offset in bytes.
     """
     with open(file, "rb") as stream:
         offset = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
@@ -324,12 +341,15 @@ def read_pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
 
 
 def split_text(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
-    """Split a text into parts of about `size` bytes, in the same way as a file."""
+    """Split a text into parts of about `size` bytes of UTF-8; see `find_cut_offset`."""
     return (block.decode() for block in _split_at_cuts(io.BytesIO(text.encode()), size))
 
 
 def _split_at_cuts(stream: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the text of a stream in pieces that end at `find_cut_offset`, of about `size` bytes."""
+    """Yield the bytes of a stream in pieces of about `size` bytes, cut at `find_cut_offset`.
+
+    An empty stream gives one empty piece.
+    """
     buffer = b""
     while len(block := stream.read(size)) == size:
         buffer += block
@@ -341,10 +361,10 @@ def _split_at_cuts(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def find_cut_offset(block: bytes) -> int:
-    """Find the offset at which to cut UTF-8 bytes so that no token is likely to be cut.
+    """Find the offset at which to cut UTF-8 bytes so that a token is unlikely to be cut.
 
-    It is after the last newline between two lines that neither end nor begin with white space. Else
-    it is after the last newline, else before the last space, else between two characters.
+    The first of these that exists: after the last newline without white space on either side; after
+    the last newline; before the last space; between the last two characters.
     """
     at = block.rfind(b"\n", 1, -1)
     while at > 0 and (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):

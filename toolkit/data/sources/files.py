@@ -40,10 +40,11 @@ def list_sources(cfg: DataConfig, purpose: Purpose = "train") -> list[tuple[str,
     """List the sources that a config names for training or for evaluation.
 
     Each entry of `eval_files` is a source; those of `eval_sources` follow. A source without a name
-    is named after its first file or data set. Repeated names get a number.
+    is named after its first file or data set. If a name is repeated, a number is appended.
 
     Returns:
-        (setting, source) of each source, such as ("data.train_files", SourceConfig(...)).
+        (name of the setting, source) of each source, such as ("data.train_files",
+        SourceConfig(...)). Empty if none is configured.
     """
     sources: list[tuple[str, SourceConfig]] = []
     if purpose == "eval":
@@ -70,7 +71,7 @@ def list_sources(cfg: DataConfig, purpose: Purpose = "train") -> list[tuple[str,
 
 
 def _default_name(source: SourceConfig, setting: str) -> str:
-    """Name a source after its data set or its first file, without the ending."""
+    """Return the name of a source's data set, or of its first file without the ending."""
     if source.dataset_name:
         return Path(source.dataset_name).name or source.dataset_name
     first = find_files(source.files, setting)[0]
@@ -101,7 +102,7 @@ def find_files(patterns: str | list[str], setting: str) -> list[Path]:
 
 
 def common_file_kind(files: list[Path], setting: str) -> Kind:
-    """Determine the kind that all files have, by their endings.
+    """Return the kind of all files by their endings: `json`, `csv`, `parquet`, `arrow` or `text`.
 
     Raises:
         DataError: the files are of several kinds.
@@ -127,7 +128,11 @@ def find_stdlib_files() -> list[Path]:
 
 
 def _find_matches(pattern: str, setting: str) -> list[Path]:
-    """List the files that a single pattern matches; raise DataError if there is none."""
+    """List the files that a single pattern (file, folder or glob) matches.
+
+    Raises:
+        DataError: there is none, or the pattern is a folder of `save_to_disk`.
+    """
     path = Path(pattern).expanduser()
     if is_saved_data_set(path):
         raise DataError(f"{setting}: {pattern} is a data set folder; set data.dataset_name to it")
@@ -166,9 +171,9 @@ class Split(NamedTuple):
 
 
 def find_split(folder: Path, setting: str) -> Split | None:
-    """Find the split to read from a folder with the layout of data sets on the Hub.
+    """Find the split to read from a folder that is laid out like a data set on the Hub.
 
-    Such a folder has a README.md that names files, or files that are named after splits.
+    Such a folder has data files, and a README.md with front matter or files named after splits.
 
     Args:
         folder: any folder.
@@ -208,7 +213,10 @@ def find_split(folder: Path, setting: str) -> Split | None:
 
 
 def _walk_files(root: Path) -> Iterator[Path]:
-    """Yield the files beneath `root`, sorted within each folder, without hidden ones and caches."""
+    """Yield all files beneath `root`, sorted within each folder.
+
+    Hidden files and folders, and `__pycache__`, are skipped.
+    """
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
         yield from (Path(folder, n) for n in sorted(names) if not n.startswith("."))
@@ -220,7 +228,10 @@ def is_saved_data_set(folder: Path) -> bool:
 
 
 def _ending(file: Path) -> str:
-    """Return the lower-case ending of a file; `.jsonl` for `a.jsonl.gz`."""
+    """Return the lower-case ending of a file; for a compressed data file, the inner one.
+
+    For example, it is `.jsonl` for `a.jsonl.gz`.
+    """
     inner = Path(file.stem).suffix.lower()
     if file.suffix.lower() in _COMPRESSED and DATA_ENDINGS.get(inner) in ("json", "csv"):
         return inner

@@ -39,7 +39,10 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def build_conversations() -> datasets.Dataset:
-    """Build several thousand conversations of two turns, in a few seconds, and cache them."""
+    """Build several thousand conversations (question, answer) about Python's standard library.
+
+    Takes a few seconds; the rows are cached on disk.
+    """
     files = find_stdlib_files()
     key = compute_digest(_VERSION, digest_contents(files, _WHERE))
     tables = to_tables(_iterate_conversations(files), _ROWS)
@@ -47,7 +50,10 @@ def build_conversations() -> datasets.Dataset:
 
 
 def build_preferences() -> datasets.Dataset:
-    """Build and cache two thousand pairs. The rejected answer is the chosen one and more text."""
+    """Build two thousand pairs of answers about Python's standard library, cached on disk.
+
+    The rejected answer is the chosen one, followed by further text.
+    """
     files = find_stdlib_files()
     key = compute_digest(_VERSION, f"longer {_PAIRS}", digest_contents(files, _WHERE))
     tables = to_tables(islice(_iterate_preferences(files), _PAIRS), _PREFERENCES)
@@ -55,7 +61,7 @@ def build_preferences() -> datasets.Dataset:
 
 
 def _iterate_conversations(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]]]]:
-    """Yield a row (messages,) for each distinct question and answer in the files."""
+    """Yield the row ([question turn, answer turn],) for each distinct question and answer."""
     for question, answer in dict.fromkeys(
         pair for file in files for pair in _iterate_questions(file)
     ):
@@ -64,10 +70,10 @@ def _iterate_conversations(files: Sequence[Path]) -> Iterator[tuple[list[dict[st
 
 
 def _iterate_preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]], ...]]:
-    """Yield (prompt, chosen, rejected), each a list of turns.
+    """Yield (prompt, chosen, rejected), each a list of one turn.
 
-    The rejected answer is the chosen one, followed by the previous answer of the same kind: code or
-    text.
+    The rejected answer is the chosen one, followed by the previous answer of the same kind (code or
+    text). The first answer of each kind gives no pair.
     """
     last = dict[bool, list[dict[str, str]]]()  # whether it is code -> the answer before
     for (turns,) in _iterate_conversations(files):
@@ -79,7 +85,11 @@ def _iterate_preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str,
 
 
 def _iterate_questions(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield (question, answer) about the functions of a file; nothing if it is not Python."""
+    """Yield (question, answer) about the functions of a file, as texts.
+
+    One question asks for the body of a function, another for a summary of it. A file that is not
+    valid Python gives none.
+    """
     source = file.read_bytes().decode("utf-8", "replace")
     with warnings.catch_warnings(action="ignore"):  # of escapes in old strings
         try:
@@ -100,7 +110,10 @@ def _iterate_questions(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _split_function(node: _Function, lines: list[str]) -> tuple[str, str, str] | None:
-    """Split a function into (signature, docstring, body); None if it is no suitable example."""
+    """Split a function into (signature, docstring, body).
+
+    Returns None if the function has no short docstring, or a body that is too long or trivial.
+    """
     docstring = _shorten_docstring(ast.get_docstring(node) or "")
     if not docstring or len(node.body) < 2:
         return None
@@ -122,7 +135,11 @@ def _split_function(node: _Function, lines: list[str]) -> tuple[str, str, str] |
 
 
 def _shorten_docstring(docstring: str) -> str:
-    """Return the first short paragraphs of a docstring; empty if the first is too long."""
+    """Return the first paragraphs of a docstring that together fit `DOCSTRING_CHARACTERS`.
+
+    Stops before a paragraph with ">>>". Returns "" if the first paragraph is too long, or if the
+    docstring has characters that need an escape.
+    """
     if '"""' in docstring or "\\" in docstring or "\0" in docstring:
         return ""
     text = ""
@@ -135,7 +152,7 @@ def _shorten_docstring(docstring: str) -> str:
 
 
 def _first_sentence(docstring: str) -> str:
-    """Extract the first sentence of a docstring; empty if it is a signature or a single word."""
+    """Return the first sentence of a docstring; "" if it is a signature or a single word."""
     text = " ".join(docstring.partition("\n\n")[0].split())
     sentence = text.partition(". ")[0]
     if "->" in sentence or " " not in sentence:

@@ -15,11 +15,11 @@ Row = dict[str, Any]  # column -> value; a turn of a conversation has this form 
 
 
 class BadRow(Exception):
-    """A row that cannot be used. Its file and number are added by code that knows them.
+    """A row that cannot be used. The caller adds its file and number to the message.
 
     Args:
         message: expected and actual content.
-        reason: a short text for counting, equal for all rows with this problem.
+        reason: a short text under which such rows are counted.
     """
 
     def __init__(self, message: str, reason: str = "cannot be used") -> None:
@@ -31,11 +31,11 @@ class BadRow(Exception):
 
 
 class SkippedRow(BadRow):
-    """A row that is skipped and counted, whatever the setting `data.on_bad_row`."""
+    """A row that is always skipped and counted, even with `data.on_bad_row: error`."""
 
 
 def catch_bad_row(fn: Callable[[Any], T], value: Any) -> T | BadRow:
-    """Return `fn(value)`; return a raised BadRow instead of raising it."""
+    """Return `fn(value)`; if it raises a BadRow, return that exception."""
     try:
         return fn(value)
     except BadRow as bad:
@@ -63,18 +63,21 @@ def escape_text(text: str, keep: str = "\n") -> str:
 
 
 def list_names(keys: Any) -> str:
-    """List the names of columns or keys for a message, at most a dozen of them."""
+    """Format the names of columns or keys for a message; after a dozen, only their number follows.
+
+    Returns "none" if there are none.
+    """
     names = [_short.repr(key) for key in keys]
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     return (", ".join(names[:12]) + more) or "none"
 
 
 def refuse_value(value: Any, where: str, expected: str, reason: str = "wrong type") -> NoReturn:
-    """Raise a BadRow for a value that was not expected.
+    """Raise a BadRow that says which value was expected and which was found.
 
     Args:
         value: the actual value.
-        where: column, and place within it.
+        where: column, and position within it.
         expected: description of the expected value.
         reason: see `BadRow`.
     """
@@ -82,10 +85,14 @@ def refuse_value(value: Any, where: str, expected: str, reason: str = "wrong typ
 
 
 def read_list(value: Any, where: str) -> list[Any]:
-    """Return a list, parsing it if it is JSON text. `where` is its place in the row.
+    """Return a value that is a list, or parse it if it is JSON text of a list.
+
+    Args:
+        value: the value.
+        where: column, and position within it, for the message.
 
     Raises:
-        BadRow: the value is not a list.
+        BadRow: the value is something else.
     """
     value = parse_json_text(value, where)
     if not isinstance(value, list):
@@ -106,7 +113,7 @@ def read_text(value: Any, where: str, *, nul: bool = False) -> str:
 
 
 def read_optional_text(row: dict[str, Any], name: str) -> str:
-    """Read the text of a column; empty if it is missing or null."""
+    """Return the text of a column; "" if it is missing or null. Raises BadRow for other values."""
     return "" if row.get(name) is None else read_text(row[name], name)
 
 
@@ -131,10 +138,10 @@ def parse_json_text(value: Any, where: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON text strictly.
+    """Parse JSON text strictly: NaN and infinities are refused.
 
     Raises:
-        ValueError: the text is not JSON. NaN and infinities are not.
+        ValueError: the text is not JSON.
     """
 
     def refuse(name: str) -> NoReturn:
@@ -144,15 +151,15 @@ def parse_json(text: str) -> Any:
 
 
 def check_text(value: Any, where: str, *, nul: bool = False) -> None:
-    """Check the texts and numbers in a value, at any depth.
+    """Raise BadRow if a text or number in a value, at any depth, is invalid.
+
+    A text is invalid if it has a lone surrogate or a NUL character. A number is invalid if it is
+    NaN or infinite.
 
     Args:
         value: a value of a row.
         where: column, for the message.
         nul: allow NUL characters.
-
-    Raises:
-        BadRow: a text is not valid Unicode or has a NUL character, or a number is not finite.
     """
     if isinstance(value, str):
         if not nul and "\0" in value:

@@ -62,19 +62,19 @@ class DataSource:
     row_format: RowFormat = EXAMPLES
 
     def files_digest(self) -> str:
-        """Compute a digest of the names and sizes of the files, without their folder."""
+        """Compute a digest of the names and sizes of the files, without their folders."""
         return tables.compute_digest([(Path(f).name, os.path.getsize(f)) for f in self.files])
 
     @cached_property
     def _features(self) -> dict[str, Any]:
-        """Column -> type of the stored rows; empty if not known."""
+        """Type of each column of the stored rows, by name; {} if not known."""
         return dict(self.rows.features or {})
 
     def read(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """Decode a stored row, keeping the names that its columns have in the file.
+        """Decode a stored row to values with the column names of the file.
 
         Raises:
-            BadRow: the row cannot be read.
+            BadRow: the row cannot be decoded.
         """
         if file_readers.RAW in stored:
             return file_readers.decode_row(stored)
@@ -88,12 +88,12 @@ class DataSource:
         """Decode a stored row and rename its columns to standard names.
 
         Raises:
-            BadRow: the row cannot be read.
+            BadRow: the row cannot be decoded.
         """
         return self.names.rename_row(self.read(stored), self.layout.json_turns)
 
     def example(self, stored: dict[str, Any]) -> Parsed:
-        """Decode and parse a stored row to an example, pair or answer.
+        """Decode a stored row and parse it to an example, a pair or an answer.
 
         Raises:
             BadRow: the row cannot be used.
@@ -101,7 +101,7 @@ class DataSource:
         return self.parse_example(self.read(stored))
 
     def parse_example(self, row: dict[str, Any]) -> Parsed:
-        """Parse a row that `read` returned to an example, pair or answer.
+        """Parse a row, as `read` returns it, to an example, a pair or an answer.
 
         Raises:
             BadRow: the row cannot be used.
@@ -110,7 +110,7 @@ class DataSource:
         return self.row_format.parse(row, self.layout)
 
     def describe_place(self, stored: dict[str, Any], number: int) -> str:
-        """Describe the place of a row for messages: its file and line, or its number.
+        """Describe the position of a row for messages: its file and line, or its number.
 
         Args:
             stored: the row as it is stored.
@@ -122,7 +122,7 @@ class DataSource:
         return f"{self.where} row {number}{of_shard} (counted from 0)"
 
     def make_error(self, stored: dict[str, Any], number: int, bad: BadRow) -> DataError:
-        """Create the error that ends the run for a bad row, with its place and advice."""
+        """Create the error that ends the run for a bad row, with its position and advice."""
         return DataError(
             f"{self.describe_place(stored, number)}: {bad}. Repair or remove the row, or set "
             "data.on_bad_row: skip"
@@ -140,24 +140,21 @@ def load_sources(
     """Load the sources of a config to train on or to evaluate on; their rows are not tokenised.
 
     Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; one file is one
-    document). Only one split is read from a data set folder with the layout of the Hub. A data set
-    by name is a folder of `save_to_disk`, or an id on the Hub. If no source to train on is
-    configured, documents are the files of Python's standard library, and examples are instructions
-    made of them, if the row format has built-in rows.
+    document). A named data set is a folder of `save_to_disk`, or an id on the Hub. If no source to
+    train on is configured, documents are the files of Python's standard library. Examples are then
+    questions about these files, if the row format has built-in rows.
 
     Args:
         cfg: section `data` of the settings.
         purpose: `train` or `eval`.
-        row_format: format of the rows. Documents are texts or token ids, whatever other columns
-            the rows have.
+        row_format: format of the rows.
         has_template: the tokenizer has a chat template. Without one, dialogues remain texts.
-        streaming: True: load the rows as streams; False: read them once, and cache them. None: as
-            `cfg` sets it for training rows.
+        streaming: True: load the rows as streams; False: read them once, and cache them. None:
+            stream the training rows if `cfg.streaming` is set.
 
     Raises:
-        DataError: a pattern matches no file, kinds of files are mixed, a file cannot be read, there
-            is no row, or the first rows have no known format; or no source is configured, and the
-            row format has no built-in rows.
+        DataError: a file is missing or cannot be read, kinds of files are mixed, there is no row,
+            the format of the rows is not known, or a required source is not configured.
     """
     if streaming is None:
         streaming = cfg.streaming and purpose == "train"
@@ -248,7 +245,7 @@ def _load_source(
 
 
 def _log_splits(patterns: str | list[str], setting: str) -> None:
-    """Log the split that is read from each folder that has several."""
+    """Log which split is read from each folder, if there are several or it is not `train`."""
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         folder = Path(pattern).expanduser()
         split = find_split(folder, setting) if folder.is_dir() else None
@@ -264,10 +261,9 @@ def _log_splits(patterns: str | list[str], setting: str) -> None:
 
 
 def _check_text_files(files: list[Path], where: str) -> None:
-    """Refuse text files that are JSON lines of a known format; warn of unknown JSON lines.
+    """Raise DataError if a text file has JSON lines of a known format.
 
-    Raises:
-        DataError: a file is JSON lines of a known format.
+    Logs a warning if a file begins with a JSON mapping of an unknown format.
     """
     for file in files[:LOOK_AT]:
         if (row := file_readers.first_row(file)) is None:
@@ -282,10 +278,10 @@ def _check_text_files(files: list[Path], where: str) -> None:
 def _warn_of_unused_columns(
     where: str, layout: recognise.Layout, used: Collection[str], rows: list[Row]
 ) -> None:
-    """Warn of unused columns that are named like a part of an example and hold a text of their own.
+    """Log a warning for each unused column that seems to hold a part of the prompt or answer.
 
-    A text that the used columns hold too is not lost: `messages` may repeat the prompt and the
-    answer. Token ids cannot be compared with texts, so columns next to them are not checked.
+    A column counts if it is named like such a part, and has a text that no used column contains.
+    Token ids cannot be compared with texts, so columns next to them are not checked.
 
     Args:
         where: the source, for messages.
@@ -311,15 +307,18 @@ def _warn_of_unused_columns(
 def _recognise_source(source: DataSource, unread: list[Row]) -> DataSource:
     """Recognise the layout of a source from its first rows, and select the columns that it uses.
 
+    Logs names of `data.columns` that the first rows lack, and warnings about unused columns.
+
     Args:
         source: the source, whose layout is not known yet.
-        unread: first values of columns that the rows of `source` do not have.
+        unread: first values of columns that are in the file but not in `source.rows`.
 
     Returns:
         A copy of the source with its layout, names and columns.
 
     Raises:
-        DataError: no row can be read, the rows have no known layout, or data.columns does not fit.
+        DataError: no row can be read, the rows have no known layout, or `data.columns` does not
+            fit.
     """
     try:
         first = [

@@ -65,11 +65,12 @@ class FileShard(NamedTuple):
 def file_shards(files: Sequence[Path], cut: Cut | None) -> list[FileShard]:
     """Divide files into the shards of a stream, in order.
 
-    The shards depend only on the names, sizes and structure of the files.
+    A file of at least 2 MiB may be split, so that there are up to 256 shards of about equal size.
+    They depend only on the names, sizes and structure of the files.
 
     Args:
         files: the files of a source.
-        cut: splits a large file into parts; None: each file is one shard.
+        cut: splits a file into parts; None: each file is one shard.
     """
     sizes = [file.stat().st_size for file in files]
     shards: list[FileShard] = []
@@ -85,12 +86,12 @@ def file_shards(files: Sequence[Path], cut: Cut | None) -> list[FileShard]:
 
 
 def cache_folder() -> Path:
-    """Locate the folder for cached rows and tokens, beneath the cache of `datasets`."""
+    """Return the folder for cached rows and tokens, `toolkit` in the cache of `datasets`."""
     return Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "toolkit"
 
 
 def compute_digest(*parts: Any) -> str:
-    """Compute a digest of plain values, which is the same in every process."""
+    """Compute a hexadecimal digest of values by their `repr`, the same in every process."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part if isinstance(part, bytes) else repr(part).encode()
@@ -101,11 +102,13 @@ def compute_digest(*parts: Any) -> str:
 def load_or_build(
     name: str, parts: Iterable[pa.Table], schema: pa.Schema, title: str, total: int | None = None
 ) -> datasets.Dataset:
-    """Load rows from their cache file, writing the file first if it does not exist.
+    """Load rows from their cache file, after writing the file if it does not exist.
+
+    If caching is turned off in `datasets`, the file is always written again.
 
     Args:
         name: name of the cache file without its ending, which identifies the rows.
-        parts: tables of the rows, which are iterated only if the file is not in the cache.
+        parts: tables of the rows, which are iterated only to write the file.
         schema: schema of the tables.
         title: text of the progress bar.
         total: number of rows for the progress bar, if it is known.
@@ -131,7 +134,7 @@ def group_by_size(
 ) -> Iterator[list[T]]:
     """Yield groups of consecutive items whose sizes add up to at most `most`.
 
-    A larger item is a group by itself.
+    An item that is larger than `most` is a group by itself.
 
     Args:
         items: any items.
@@ -153,7 +156,10 @@ def group_by_size(
 
 
 def to_tables(rows: Iterable[tuple], schema: pa.Schema) -> Iterator[pa.Table]:
-    """Convert rows to tables of at most 1000 rows, and about 8 MiB in the first column."""
+    """Convert row tuples to tables of at most 1000 rows and 8 MiB.
+
+    Only the first column counts towards the 8 MiB. A larger row is a table by itself.
+    """
     for group in group_by_size(rows, lambda row: len(row[0]), _TABLE_BYTES, _TABLE_ROWS):
         columns = zip(zip(*group, strict=True), schema, strict=True)
         yield pa.table([pa.array(values, f.type) for values, f in columns], schema=schema)
@@ -167,16 +173,17 @@ def read_files(
     *,
     streaming: bool,
 ) -> RowDataset:
-    """Read the rows of shards in order, with the columns `FILE` and `PLACE`.
+    """Open the rows of shards in order, as a stream or as a cached data set.
+
+    Each row gets the columns `FILE` (number of its file) and `PLACE` (its position as text).
 
     Args:
         reader: yields the tables of a file.
         shards: shards of the source.
         where: the source, for messages.
-        schema: schema of the tables; None: one that fits the first table of each file, because
-            values and keys that some files have may be null or missing in other files.
-        streaming: return a stream, which reads while it is iterated and skips by tables. Otherwise
-            the rows are read once, and cached until the content of a file changes.
+        schema: schema of the tables; None: determine one that fits the first table of each file.
+        streaming: return a stream, which reads files while it is iterated. Otherwise all rows are
+            read once, and cached until the content of a file changes.
 
     Raises:
         DataError: a file cannot be read or does not fit the schema; the error names the row. A
@@ -201,7 +208,7 @@ def read_files(
 
 
 def _common_schema(shards: list[FileShard], reader: Reader) -> pa.Schema | None:
-    """Unify the schemas of all files; None if no file has a row.
+    """Return a schema that fits the first table of every file; None if no file has a row.
 
     Raises:
         DataError: a column has incompatible types in two files.
@@ -226,9 +233,10 @@ def _common_schema(shards: list[FileShard], reader: Reader) -> pa.Schema | None:
 def _iterate_tables(
     shards: list[FileShard], reader: Reader, schema: pa.Schema | None
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (key, table) for each table of the shards, cast to `schema` and with the column `FILE`.
+    """Yield (key, table) for each table of the shards, with the column `FILE`.
 
-    `datasets` divides the list `shards` among its readers.
+    The key is unique in the source; `datasets` requires one. If `schema` is not None, tables are
+    cast to it. `shards` must be a list, because `datasets` divides lists among readers.
 
     Raises:
         DataError: a file cannot be read, or has other columns than the schema.
@@ -263,11 +271,14 @@ def arrow_tables(
 ) -> Iterator[pa.Table]:
     """Read a Parquet or Arrow file as tables, with texts as bytes and a column `PLACE`.
 
+    `PLACE` has the position of each row as text.
+
     Args:
         file: its path.
-        bounds: (begin, end) of the row groups of a Parquet file; None: the complete file.
+        bounds: row groups [begin, end) of a Parquet file; None: the complete file.
         kind: `parquet` or `arrow`.
-        columns: columns to read; all if the file has none of them.
+        columns: columns to read; columns that the file lacks are ignored. If it has none of them,
+            all of its columns are read.
     """
     for row, batch in _iterate_batches(file, bounds, kind, columns):
         table = pa.Table.from_batches([batch])
@@ -308,10 +319,11 @@ def _iterate_batches(
 
 
 def read_first_values(file: str, kind: Kind, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the first rows of a Parquet or Arrow file, without the columns in `columns`.
+    """Read up to 20 first rows of a Parquet or Arrow file, only with columns not in `columns`.
 
-    Only values with texts and without bytes (such as images) are read; other values are None. A
-    file that cannot be read yields no rows, because the reader of its rows reports the error.
+    Columns without text, or with bytes (such as images), are not read; their values are None. The
+    list is empty if `arrow_tables` reads all columns anyway. It is also empty if the file cannot be
+    read, because `arrow_tables` reports that error.
     """
     try:
         schema = _read_schema(file, kind)
@@ -350,7 +362,7 @@ def _holds_text(kind: pa.DataType) -> bool:
 
 
 def _list_plain_types(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """Yield the types within structs and lists, at any depth."""
+    """Yield the types within structs and lists, at any depth; yield another type itself."""
     if pa.types.is_struct(kind):
         for i in range(kind.num_fields):
             yield from _list_plain_types(kind.field(i).type)
@@ -361,10 +373,10 @@ def _list_plain_types(kind: pa.DataType) -> Iterator[pa.DataType]:
 
 
 def cut_parquet(file: str, count: int) -> list[tuple[Bounds, int]]:
-    """Split a Parquet file into about `count` ranges of row groups; see `Cut`.
+    """Split a Parquet file into about `count` ranges of row groups.
 
     Returns:
-        ((first, end), bytes) of each range; empty if the file cannot be read.
+        ((first, end), bytes) of each range [first, end); empty if the file cannot be read.
     """
     try:
         with pq.ParquetFile(file) as opened:
@@ -394,8 +406,8 @@ def load_named_data_set(
         streaming: load a stream.
 
     Returns:
-        (rows, unread). `rows` has texts as bytes. `unread` has the first values of the columns that
-        are not read.
+        (rows, first values). `rows` has texts as bytes. The second element has the columns that are
+        not read, for up to 20 rows.
 
     Raises:
         DataError: the data set cannot be loaded, is a file, or lacks the split.
@@ -442,7 +454,10 @@ def load_named_data_set(
 
 
 def _read_first_unread_values(rows: RowDataset, names: list[str]) -> list[dict[str, Any]]:
-    """Read the first values of some columns of a data set; like `read_first_values` for a file."""
+    """Read up to 20 first rows of a data set, only with the columns `names`.
+
+    Columns without text, or with bytes (such as images), are not read; their values are None.
+    """
     schema = datasets.Features(rows.features or {}).arrow_schema
     texts = [name for name in names if name in schema.names]
     texts = [name for name in texts if _holds_text(schema.field(name).type)]
@@ -457,9 +472,10 @@ def _read_first_unread_values(rows: RowDataset, names: list[str]) -> list[dict[s
 
 
 def to_data_error(error: BaseException, where: str) -> DataError:
-    """Return the DataError among the causes of `error`; else a new one with the deepest cause.
+    """Return the DataError among the causes of `error`; if there is none, create one.
 
-    `datasets` wraps errors in other errors.
+    The new error has the messages of `error` and of its deepest cause. This is needed because
+    `datasets` wraps exceptions in others.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, DataError):
@@ -471,7 +487,7 @@ def to_data_error(error: BaseException, where: str) -> DataError:
 
 
 def _text_as_binary(feature: Any) -> Any:
-    """Return the type of a column with every text type in it replaced by binary."""
+    """Return a column's type with every text type in it, at any depth, replaced by binary."""
     if isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string"):
         return datasets.Value(feature.dtype.replace("string", "binary"))
     if isinstance(feature, dict):
@@ -482,15 +498,15 @@ def _text_as_binary(feature: Any) -> Any:
 
 
 def decode_and_drop_nulls(value: Any, where: str, feature: Any = None) -> Any:
-    """Decode the bytes in a value to text, and drop keys that are null, at any depth.
+    """Decode the bytes in a value to text, and drop null values of mappings, at any depth.
 
-    Arrow adds null keys to give all mappings the same keys. The `content` of a turn is kept,
-    because it may be null next to tool calls.
+    Arrow adds null keys to give all mappings the same keys. The `content` of a turn with a `role`
+    is kept, because it may be null next to tool calls.
 
     Args:
         value: a value of a row.
         where: column, for the message.
-        feature: type of the column. JSON is returned unchanged.
+        feature: type of the column. Values of type JSON are returned unchanged.
 
     Raises:
         BadRow: bytes are not UTF-8.
@@ -530,11 +546,11 @@ _SAMPLES = 64  # blocks of each file of a larger source, its first and last amon
 
 
 def digest_contents(files: Sequence[Path], where: str) -> list[tuple[str | int, ...]]:
-    """Return (name, size, content digest) of each file, as a cache key.
+    """Return (name, size in bytes, content digest) of each file, as a cache key.
 
     If the files have at most `WHOLE_BYTES` together, the digest covers every byte. Otherwise it
-    covers 64 blocks of 1 MiB per file, the times of modification and change are appended in ns, and
-    a note is logged.
+    covers 64 blocks of 1 MiB per file. Each tuple then also has the times of modification and
+    change in ns, and a note is logged.
     """
     stats = [os.stat(file) for file in files]
     total = sum(stat.st_size for stat in stats)
@@ -556,7 +572,10 @@ def digest_contents(files: Sequence[Path], where: str) -> list[tuple[str | int, 
 # A start asks several times. What a process has read does not change under another time or inode.
 @lru_cache(maxsize=10_000)
 def _digest_file(file: str, size: int, times: tuple[int, int], inode: int, whole: bool) -> str:
-    """Return a digest of every byte of a file if `whole`, else of 64 blocks. Cached."""
+    """Return a digest of a file: of every byte if `whole`, else of 64 blocks of 1 MiB.
+
+    `times` and `inode` serve only as keys of the cache in memory.
+    """
     digest = xxhash.xxh3_128()
     with open(file, "rb") as stream:
         if whole or size <= _SAMPLES * _BLOCK:

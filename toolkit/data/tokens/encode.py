@@ -90,19 +90,18 @@ log = logging.getLogger(__name__)
 
 
 class Encoder:
-    """Encode rows and examples as token ids and spans of supervised tokens.
+    """Encodes rows and examples as token ids and spans of supervised tokens.
 
-    Conversations are tokenised as the chat template renders them. Texts, and pairs of prompt and
-    completion as one text, get the special tokens that the tokenizer puts around a text and, with
-    `data.append_eos`, the end-of-sequence token, which is supervised. Token ids are used with the
-    labels that came with them. Documents to pretrain on are supervised entirely, and may be empty.
-    What a row becomes depends on no other row, except for rows that are compared.
+    Conversations are rendered by the chat template. Texts, and prompts joined with completions, get
+    the tokenizer's special tokens and, with `data.append_eos`, a supervised end-of-sequence token.
+    Token ids keep their labels. Documents to pretrain on are supervised entirely, and may be empty.
+    The result for a row depends on no other row, except in formats that compare rows.
 
     Args:
         tokenizer: the tokenizer of the run; None if all rows are token ids already.
         cfg: settings of the data.
         vocab_size: number of rows of the model's embedding.
-        row_format: what the rows are.
+        row_format: format of the rows.
 
     Raises:
         DataError: the tokenizer has ids of `vocab_size` or more.
@@ -141,12 +140,12 @@ class Encoder:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer or `data.chat_template` has a template for conversations."""
+        """True if the tokenizer or `data.chat_template` has a template for conversations."""
         template = self.finetune and self.finetune.chat_template
         return bool(template or getattr(self.tokenizer, "chat_template", None))
 
     def encode_row(self, source: DataSource, stored: Row, number: int) -> EncodedRow:
-        """Encode one row of a source; see `encode_rows`."""
+        """Encode one row; `number` is its number in the source. See `encode_rows`."""
         return self.encode_rows(source, [stored], number)[0]
 
     def encode_rows(
@@ -159,18 +158,18 @@ class Encoder:
         """Encode consecutive rows of a source.
 
         Args:
-            source: where the rows come from.
+            source: the source of the rows.
             stored: the rows as they are stored.
             first: number of the first row in the source.
-            partners: for rows that are compared, the stored rows whose answers they are compared
-                with; None: chosen among `stored`. See [Note: KL partners] in `partners.py`.
+            partners: for formats that compare rows, the stored row with whose answer each row is
+                compared; None: chosen among `stored`. See [Note: KL partners] in `partners.py`.
 
         Returns:
-            For each row its token ids, or a BadRow that says where it stands and why it is skipped.
+            For each row an EncodedExample, or a BadRow with the row's position and the fault.
 
         Raises:
-            DataError: a row ends the run: a bad one with `data.on_bad_row: error`, or one that is
-                refused whatever the settings are.
+            DataError: a row is bad with `data.on_bad_row: error`, or is a `FatalRow`; or as in
+                `encode_examples`.
         """
         readable = [catch_bad_row(source.read, row) for row in stored]
         examples: list[Any] = [
@@ -203,7 +202,7 @@ class Encoder:
         return encoded
 
     def encode_examples(self, examples: Sequence[Parsed | BadRow]) -> list[EncodedRow]:
-        """Encode parsed rows; each BadRow stays as it is.
+        """Encode parsed rows, one result for each; a BadRow is returned unchanged.
 
         Raises:
             DataError: there is no tokenizer or no chat template, or `data.supervise` does not fit
@@ -225,7 +224,7 @@ class Encoder:
         return rows
 
     def _encode_texts(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
-        """Encode single examples, all of their texts in one call of the tokenizer."""
+        """Encode examples that are one text each, by one call of the tokenizer for all."""
         encoded = [self._render_example(example) for example in examples]
         texts = [(at, text) for at, text in enumerate(encoded) if isinstance(text, Rendered)]
         if texts:
@@ -242,7 +241,7 @@ class Encoder:
         return encoded  # type: ignore[return-value]
 
     def _render_example(self, example: Example | BadRow) -> Rendered | EncodedRow:
-        """Render an example as text with its supervised characters; encode token ids directly."""
+        """Render an example as text with supervised spans. Token ids are encoded directly."""
         if isinstance(example, BadRow):
             return example
         if isinstance(example, Tokens):
@@ -280,7 +279,7 @@ class Encoder:
         )
 
     def _check_supervise(self, rows: str, *choices: str) -> None:
-        """Raise DataError if `data.supervise` is not one of the choices for these rows."""
+        """Raise DataError if `data.supervise` is not in `choices`; `rows` describes the rows."""
         if self.supervise not in choices:
             raise DataError(
                 f"data.supervise {self.supervise} does not go with {rows}; expected one of "
@@ -346,11 +345,11 @@ class Encoder:
         spans: list[Span],
         notes: dict[str, int] | None = None,
     ) -> EncodedRow:
-        """Build an encoded example of at most `data.sequence_length` tokens, or return why not.
+        """Build an encoded example of at most `data.sequence_length` tokens.
 
-        Plain text is not truncated. A longer example is truncated, skipped or ends the run, as
-        `data.too_long` says. One without supervised tokens is a `BadRow`, which is returned, not
-        raised.
+        A longer one is truncated, skipped or ends the run, as `data.too_long` says; plain text is
+        never truncated. Returns a BadRow (not raised) if the example is skipped or ends the run, or
+        if none of its tokens is supervised.
         """
         limit, piece, is_part = self.limit, None, False
         if isinstance(example, Text):
@@ -382,13 +381,13 @@ class Encoder:
 
 
 def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
-    """Encode all rows of a source, and count them.
+    """Encode all rows of a source on all cores, and count them.
 
-    Uses all cores. The result is cached on disk by rows, tokenizer, template and settings, so one
-    rank should call this first. Memory: a few hundred megabytes for each process.
+    The result is cached on disk by rows, tokenizer, template and settings, so one rank should call
+    this first. Takes a few hundred megabytes of memory per process.
 
     Raises:
-        DataError: a row ends the run (the error names it), or documents have no text at all.
+        DataError: a row ends the run (the error gives its position), or all documents are empty.
     """
     uses_template = _may_use_template(source, encoder.tokenizer, encoder.cfg)
     rendered_by = (transformers.__version__, TODAY, _MASK_VERSION) if uses_template else ""
@@ -435,7 +434,7 @@ def _encode_tables(
     columns: dict[str, Column],
     counts_file: Path,
 ) -> Iterator[pa.Table]:
-    """Yield the encoded rows of a source as tables; write their `Counts` at the end."""
+    """Yield the encoded rows of a source as tables, then write their `Counts` to `counts_file`."""
     counts = Counts()
     total = len(source.rows)
     rows_at_once, processes = _TEXT_ROWS, 1
@@ -462,7 +461,7 @@ def _encode_tables(
 def _build_table(
     encoded: list[tuple[int, EncodedRow]], schema: pa.Schema, columns: dict[str, Column]
 ) -> pa.Table:
-    """Build a table of the encoded rows, dropping each `BadRow`. `encoded` has (number, row)."""
+    """Build a table of encoded rows, given as (number, row), without those that are a BadRow."""
     examples = [(number, row) for number, row in encoded if isinstance(row, EncodedExample)]
     arrays = dict[str, pa.Array]()
     arrays["input_ids"] = _build_list_array([row.input_ids for _, row in examples])
@@ -488,7 +487,7 @@ def _build_table(
 def _encode_in_processes(
     encode_from: Callable[[int], list[EncodedRow]], starts: range, processes: int, where: str
 ) -> Iterator[list[EncodedRow]]:
-    """Yield the encoded rows of each block that begins at one of `starts`, in order.
+    """Yield `encode_from(start)`, a block of encoded rows, for each of `starts`, in order.
 
     Raises:
         DataError: a worker process was killed.
@@ -509,7 +508,7 @@ def _encode_in_processes(
 def _encode_rows_from(
     source: DataSource, encoder: Encoder, partners: np.ndarray | None, count: int, first: int
 ) -> list[EncodedRow]:
-    """Encode `count` rows from the row `first` on, fewer at the end of the source."""
+    """Encode up to `count` rows from row `first` on; fewer at the end of the source."""
     numbers = range(first, min(first + count, len(source.rows)))
     stored = read_stored_rows(source, numbers)
     if partners is None:
@@ -534,11 +533,7 @@ def _encode_in_worker(first: int) -> list[EncodedRow]:
 
 
 def check_documents(source: DataSource, counts: Counts) -> None:
-    """Refuse documents without any token, and log the number of rows that were skipped.
-
-    Raises:
-        DataError: all rows are empty.
-    """
+    """Raise DataError if all documents are empty; log a warning that counts skipped rows."""
     if not counts.tokens:
         raise DataError(f"{source.where}: expected text, but all {counts.rows} rows are empty")
     if counts.dropped and ranks.rank() == 0:
@@ -560,7 +555,7 @@ def _build_list_array(values: list[np.ndarray]) -> pa.ListArray:
 
 
 def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: DataConfig) -> bool:
-    """Return True if rows of `source` may be rendered by a chat template."""
+    """Return True if a chat template may render rows of `source`."""
     if tokenizer is None or source.layout.format not in ("conversation", "preferences"):
         return False
     is_set = isinstance(cfg, FinetuneDataConfig) and cfg.chat_template is not None
@@ -568,9 +563,10 @@ def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: Data
 
 
 def _stable_text(value: Any, title: str, names: Sequence[str]) -> bytes:
-    """Format a dataclass for a digest, with these names instead of those of its compared fields.
+    """Format a dataclass for a digest, with `names` in place of the names of its fields.
 
-    The names must not change, because a stream resumes only if its digest is unchanged.
+    Fields can then be renamed without a new digest, which would prevent streams from resuming.
+    Fields with `compare=False` are omitted.
     """
     values = [getattr(value, entry.name) for entry in fields(value) if entry.compare]
     text = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
@@ -578,7 +574,7 @@ def _stable_text(value: Any, title: str, names: Sequence[str]) -> bytes:
 
 
 def compute_encoding_digest(source: DataSource, encoder: Encoder) -> str:
-    """Compute a digest of all settings that determine the tokens of the rows of `source`."""
+    """Compute a digest of all settings that determine the tokens of a row of `source`."""
     tokenizer = encoder.tokenizer
     cfg = encoder.cfg
     templates: dict[str, str] = {}

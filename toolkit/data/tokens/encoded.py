@@ -37,13 +37,15 @@ class EncodedExample:
 
     Args:
         input_ids: int32 [n]; n is at most `data.sequence_length`, except for plain text.
-        spans: ranges of supervised tokens, in order and disjoint.
+        spans: ranges [begin, end) of supervised tokens, in order and disjoint.
         cut_off: number of tokens that were cut off at the end and are not in `input_ids`.
-        notes: what the report counts of this row: the note, and how often it applies.
-        piece: tokens of the pieces into which packing cuts the row; None if it stays complete.
+        notes: note for the data report -> number of times it applies to this row.
+        piece: maximum length, in tokens, of the pieces into which packing cuts the row; None if it
+            stays complete.
         second: for a pair, the position at which the tokens of the rejected side begin.
         columns: values of the columns that the row format declares, by name; None for no value.
-        trains_second: False if the second side of a pair is only compared with, without a gradient.
+        trains_second: False if the second side of a pair gets no gradient and serves only for
+            comparison.
     """
 
     input_ids: np.ndarray
@@ -127,10 +129,10 @@ class EncodedSource:
         input_ids   list<int32>
         spans       list<int32>: begin, end, begin, end ... of the supervised tokens
         row         int64: number of the row in the source
-        second      int32, of pairs: the position at which the rejected side begins
+        second      int32, only for pairs: the position at which the rejected side begins
 
-    and those that the row format declares. Documents have a row for each row of the source, and
-    only `input_ids`: all of their tokens are supervised.
+    and those that the row format declares. For documents to pretrain on, it has a row for every row
+    of the source, and only the column `input_ids`, because all tokens are supervised.
     """
 
     name: str

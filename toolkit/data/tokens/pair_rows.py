@@ -22,8 +22,8 @@ from toolkit.data.tokens.text_ids import Span
 def encode_pair(pair: Pair, sides: Sequence[EncodedExample], cfg: DataConfig) -> EncodedRow:
     """Join the encoded sides of a pair into one row. See [Note: pairs] in `examples/pairs.py`.
 
-    If both sides together are longer than `data.sequence_length`, the answers are truncated to one
-    length, so that neither becomes empty; `data.too_long` may drop or refuse the row instead.
+    If both sides together are longer than `data.sequence_length`, `data.too_long` decides. The row
+    is dropped, ends the run, or both answers are truncated to the same length.
 
     Args:
         pair: the pair. If it has a label, its second answer belongs to another row.
@@ -31,7 +31,7 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedExample], cfg: DataConfig) ->
         cfg: settings of the data.
 
     Returns:
-        The row; a SkippedRow or FatalRow, which is not raised, if the pair cannot be used.
+        The row. If the pair cannot be used, a SkippedRow or FatalRow is returned (not raised).
     """
     chosen, rejected = sides
     answer_begins = [side.spans[0][0] for side in sides]
@@ -88,7 +88,10 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedExample], cfg: DataConfig) ->
 
 
 def _notes_on_pair(pair: Pair) -> dict[str, int]:
-    """Return the notes on a pair for the report: note -> 1."""
+    """Return the notes on a pair for the data report, each with count 1: note -> 1.
+
+    They say that it has a margin, which label it has, or that both answers have one prompt.
+    """
     notes = [WITH_MARGIN] if pair.margin is not None else []
     notes += [] if pair.desirable is None else [LABELS[pair.desirable]]
     notes += [SAME_PROMPT] if pair.same_prompt else []
@@ -96,7 +99,10 @@ def _notes_on_pair(pair: Pair) -> dict[str, int]:
 
 
 def _longest_answer_that_fits(room: int, lengths: Sequence[int]) -> int:
-    """Compute the length to which two answers are truncated so that both fit into `room` tokens."""
+    """Return the length to which two answers are truncated so that both fit into `room` tokens.
+
+    It is the longer length if they fit already, and 0 if there is no room.
+    """
     shorter, longer = sorted(lengths)
     if shorter + longer <= room:
         return longer

@@ -31,7 +31,7 @@ _BLOCK = 1000
 
 
 class _AnswerDigests(NamedTuple):
-    """Digests of an answer and its prompt, and 1 for a conversation or 0 for a text."""
+    """Digests of an answer and its prompt; `is_chat` is 1 for a conversation, 0 for a text."""
 
     is_chat: int
     prompt: int
@@ -39,13 +39,13 @@ class _AnswerDigests(NamedTuple):
 
 
 def choose_partners(source: DataSource) -> np.ndarray:
-    """Choose the row whose answer each row is compared with. See [Note: KL partners].
+    """Choose for each row another row, its partner, with whose answer KTO compares it.
 
-    Costs one pass over the rows, and 24 bytes a row.
+    See [Note: KL partners]. Costs one pass over the rows, and 24 bytes a row.
 
     Returns:
-        The number of the other row; int64 [rows]. It is `NO_PARTNER` for rows without an answer,
-        and if there is no other answer of the same kind.
+        The number of the partner; int64 [rows]. It is `NO_PARTNER` for rows without a usable
+        answer, and if no other row has an answer of the same type (conversation or text).
     """
     partners = np.full(len(source.rows), NO_PARTNER, np.int64)
     numbers, keys = list[int](), list[_AnswerDigests]()
@@ -64,10 +64,10 @@ def choose_partners(source: DataSource) -> np.ndarray:
 
 
 def choose_partners_among(examples: Sequence[Any]) -> list[Answer | None]:
-    """Choose for each answer the answer it is compared with, among the same examples.
+    """Choose for each answer another one, its partner, among the same examples.
 
     Returns:
-        One entry per example: an answer, or None if it is no answer or has no partner.
+        One entry per example: the partner, or None if the example is no answer or has no partner.
     """
     answers = [example for example in examples if isinstance(example, Answer)]
     places = iter(_find_partner_indices([_compute_key(answer) for answer in answers]))
@@ -79,10 +79,10 @@ def choose_partners_among(examples: Sequence[Any]) -> list[Answer | None]:
 
 
 def join_partner(example: Any, other: Any) -> Any:
-    """Return an answer as a pair with its partner; return anything else unchanged.
+    """Build the pair of an answer and its partner `other`; return any other example unchanged.
 
-    Both sides of the pair have the prompt of `example`. Without a partner, a `SkippedRow` is
-    returned.
+    Both sides of the pair have the prompt of `example`. If `other` is not an answer of the same
+    type, a `SkippedRow` is returned (not raised).
     """
     if not isinstance(example, Answer):
         return example
@@ -99,7 +99,10 @@ def have_same_prompt(first: Answer, second: Answer) -> bool:
 
 
 def read_stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
-    """Read stored rows of a source by their numbers, a range or a list, without decoding them."""
+    """Read rows of a source by their numbers, a range or a list, without decoding them.
+
+    Numbers in a range that are beyond the last row are ignored.
+    """
     if isinstance(numbers, range):
         columns = source.rows[numbers.start : numbers.stop]
     else:
@@ -108,7 +111,10 @@ def read_stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
 
 
 def _find_partner_indices(keys: Sequence[_AnswerDigests]) -> list[int]:
-    """Return the index of the partner of each key; `NO_PARTNER` if there is none."""
+    """Return the index of the partner of each answer; `NO_PARTNER` if it has none.
+
+    Conversations and plain texts get partners of their own type only.
+    """
     table = np.array(keys, np.uint64).reshape(-1, 3)
     partners = np.full(len(table), NO_PARTNER, np.int64)
     for kind in (0, 1):
@@ -119,7 +125,9 @@ def _find_partner_indices(keys: Sequence[_AnswerDigests]) -> list[int]:
 
 
 def _choose_shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Return the index of the partner of each answer; see [Note: KL partners].
+    """Return the index of the partner of each answer, int64; see [Note: KL partners].
+
+    Partners have different prompts, unless all prompts are the same.
 
     Args:
         prompts: digests of the prompts of two or more answers.
@@ -146,7 +154,7 @@ def _choose_shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def _compute_key(answer: Answer) -> _AnswerDigests:
-    """Compute the digests of an answer and its prompt."""
+    """Compute the digests of an answer and of its prompt (messages, tools, template arguments)."""
     example = answer.example
     if isinstance(example, Conversation):
         prompt = (example.messages[:-1], example.tools, example.template_kwargs)

@@ -52,7 +52,7 @@ class TokenSpans(NamedTuple):
 
 
 class TextTokenizer:
-    """Tokenise texts without special tokens, and convert spans of characters to spans of tokens."""
+    """Tokenises texts without special tokens, and converts character spans to token spans."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.backend = tokenizer, None
@@ -70,10 +70,11 @@ class TextTokenizer:
 
         Args:
             texts: the texts.
-            spans: ranges of supervised characters of each text.
+            spans: ranges [begin, end) of supervised characters of each text.
 
         Returns:
-            The ids of each text with its supervised tokens, or a BadRow if it cannot be tokenised.
+            For each text its ids and supervised tokens, or a BadRow, not raised, if it cannot be
+            tokenised.
         """
         pairs = list(zip(texts, spans, strict=True))
         is_full = [list(of_text) == [(0, len(text))] for text, of_text in pairs]
@@ -89,7 +90,7 @@ class TextTokenizer:
         return [next(full) if takes_all else next(partial) for takes_all in is_full]
 
     def encode_ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Compute the ids of each text, int32."""
+        """Compute the token ids of each text, int32. Long texts are tokenised in parts."""
         parts = (
             (at, part)
             for at, text in enumerate(texts)
@@ -116,7 +117,7 @@ class TextTokenizer:
         return [encoded.ids for encoded in batch]
 
     def special_tokens(self) -> tuple[list[int], list[int]]:
-        """Find (ids before, ids after): the special tokens that the tokenizer puts around a text.
+        """Return (ids before, ids after): the special tokens that the tokenizer puts around a text.
 
         Raises:
             DataError: the tokenizer also changes the tokens of the text.
@@ -131,7 +132,10 @@ class TextTokenizer:
         )
 
     def _encode_partial(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
-        """Tokenise texts with some supervised characters; a text too long is a BadRow."""
+        """Tokenise texts that are only partly supervised: pairs (text, spans of characters).
+
+        A text of more than `BATCH_BYTES` characters gives a BadRow.
+        """
         short = [pair for pair in pairs if len(pair[0]) <= BATCH_BYTES]
         if self.backend is None:
             encoded = iter([self._encode_pieces(*pair) for pair in short])
@@ -148,9 +152,10 @@ class TextTokenizer:
     def _encode_by_offsets(
         self, backend: Tokenizer, pairs: list[tuple[str, Sequence[Span]]]
     ) -> list[TokenSpans | BadRow]:
-        """Tokenise each text at once, or in parts if a token crosses the edge of a span.
+        """Tokenise pairs (text, spans of characters) with a tokenizer that reports offsets.
 
-        See [Note: tokens across an edge].
+        A text is tokenised in parts if a token crosses the edge of a span, or if the prompt alone
+        has other tokens. See [Note: tokens across an edge].
         """
         batch = backend.encode_batch([text for text, _ in pairs], add_special_tokens=False)
         texts = [self._wrap_encoding(text, e) for (text, _), e in zip(pairs, batch, strict=True)]
@@ -171,9 +176,10 @@ class TextTokenizer:
         ]
 
     def _encode_cut(self, full: "_Encoded", spans: Sequence[Span]) -> TokenSpans | BadRow:
-        """Cut a text at the edges of its spans, and tokenise the parts.
+        """Cut a text at the edges of its spans, and tokenise the parts separately.
 
-        It is not cut after an added token, since no token lies across its end.
+        It is not cut directly after an added token, because no token crosses that position. Returns
+        a BadRow if the cut would divide a word of a tokenizer that marks words.
         """
         backend, continuing, marks_words = self._continuation_tokenizers
         text = full.text
@@ -215,15 +221,15 @@ class TextTokenizer:
 
     @cached_property
     def _added(self) -> np.ndarray:
-        """Ids of the added tokens, which no other token can cross; int32."""
+        """Ids of the added tokens, such as special tokens; int32. No other token crosses one."""
         assert self.backend is not None
         return np.array([*self.backend.get_added_tokens_decoder()], np.int32)
 
     @cached_property
     def _unknown(self) -> int | None:
-        """The token for text that the vocabulary does not contain; None if there is none.
+        """Id of the token for text that the vocabulary does not contain; None if there is none.
 
-        It is often an added token, too. Then it splits a text only if the text spells it out.
+        It is often an added token, too. Then it splits a text only if the text has its name.
         """
         assert self.backend is not None
         model = json.loads(self.backend.to_str())["model"]
@@ -234,9 +240,9 @@ class TextTokenizer:
 
     @cached_property
     def _continuation_tokenizers(self) -> tuple[Tokenizer, Tokenizer, bool]:
-        """(tokenizer, copy that adds no space before a text, True if its tokens mark word edges).
+        """(tokenizer, copy of it that adds no space before a text, True if tokens mark word edges).
 
-        If tokens mark the beginning or the end of a word, a word cannot be cut.
+        If tokens mark the beginning or the end of a word, a text cannot be cut within a word.
         """
         assert self.backend is not None
         content = json.loads(self.backend.to_str())
@@ -249,9 +255,9 @@ class TextTokenizer:
         return self.backend, Tokenizer.from_str(json.dumps(content)), marks_words
 
     def _encode_pieces(self, text: str, spans: Sequence[Span]) -> TokenSpans | BadRow:
-        """Tokenise the pieces of a text, for a tokenizer without offsets (not the Rust backend).
+        """Tokenise a text in pieces cut at its spans, for a tokenizer without offsets.
 
-        Returns a BadRow if the pieces have other ids than the complete text.
+        Returns a BadRow if the pieces together have other ids than the complete text.
         """
         (expected,) = self.compute_id_lists([text])
         joined: list[int] = []
@@ -273,7 +279,7 @@ class TextTokenizer:
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """Serialise everything that determines the ids that a tokenizer gives."""
+    """Return the bytes of the tokenizer's files, which determine its ids; used as a cache key."""
     if tokenizer.is_fast:
         return tokenizer.backend_tokenizer.to_str().encode()
     with tempfile.TemporaryDirectory() as folder:
@@ -283,7 +289,10 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
 
 
 def _disable_prefix_space(part: Any) -> Any:
-    """Change the JSON of a normalizer or pre-tokenizer so that it adds nothing before a text."""
+    """Return the JSON of a normalizer or pre-tokenizer, changed to add nothing before a text.
+
+    `part` may be nested. None is returned unchanged.
+    """
     if isinstance(part, list):
         return [_disable_prefix_space(inner) for inner in part]
     if not isinstance(part, dict):
@@ -317,7 +326,10 @@ class _Encoded:
         return TokenSpans(self.ids, [(first, last) for first, last in token_spans if first < last])
 
     def find_token(self, edge: int) -> int:
-        """Return the index of the first token that begins at or after character `edge`."""
+        """Return the index of the first token that begins at or after character `edge`.
+
+        If there is none, it is the number of tokens.
+        """
         return bisect_left(range(len(self.ids)), edge, key=lambda at: self._token_chars(at)[0])
 
     def has_token_across(self, edge: int) -> bool:
@@ -326,9 +338,10 @@ class _Encoded:
         return complete < self.find_token(edge)
 
     def tokens_since_added(self, edge: int) -> tuple[str, list[int]] | None:
-        """Return (text, token ids) from the last added token up to character `edge`.
+        """Return (text, token ids) between the last added token before `edge` and character `edge`.
 
-        Tokens do not depend on what precedes an added token. None if no token lies between.
+        Both include that added token, which shields the tokens after it from earlier text. Returns
+        None if no token follows it before `edge`.
         """
         at = self.find_token(edge)
         first = max(self._find_added_tokens(at), default=None)
@@ -338,7 +351,10 @@ class _Encoded:
         return self.text[begin:edge], self.ids[first or 0 : at].tolist()
 
     def _find_added_tokens(self, end: int) -> list[int]:
-        """Return the indices of the added tokens before index `end`, except unknown characters."""
+        """Return the indices of the added tokens before token `end`.
+
+        An unknown token counts only if the text has its name.
+        """
         places = np.flatnonzero(np.isin(self.ids[:end], self._added)).tolist()
         return [at for at in places if self.ids[at] != self._unknown or self._is_spelled_out(at)]
 
@@ -348,7 +364,7 @@ class _Encoded:
         return self.text[begin:end].strip() == self._id_to_token(int(self.ids[at]))
 
     def cut_at_added(self) -> "_Encoded":
-        """Return a copy that ends before the first added token."""
+        """Return a copy without the first added token and what follows it."""
         at = min(self._find_added_tokens(len(self.ids)), default=len(self.ids))
         short = copy.copy(self)
         short.text = self.text[: self._token_chars(at)[0]] if at < len(self.ids) else self.text
@@ -356,9 +372,9 @@ class _Encoded:
         return short
 
     def _token_chars(self, at: int) -> Span:
-        """Return (begin, end) of a token's characters.
+        """Return the characters [begin, end) of a token in the text.
 
-        Includes the leading spaces that belong to the token but that its offsets do not cover.
+        They include leading white space that the token contains but its offsets do not cover.
         """
         begin, end = self._encoded.token_to_chars(at) or (0, 0)
         if begin == end or not self.text[begin].isspace():

@@ -45,23 +45,24 @@ log = logging.getLogger(__name__)
 def prepare_tokenizer(
     model: ModelConfig, data: DataConfig, folder: Path, *, keep: bool = False
 ) -> ModelConfig:
-    """Set `tokenizer_name_or_path` to the tokenizer that the run will use; train one if necessary.
+    """Return settings with the tokenizer that the run will use; train one if necessary.
 
-    The first of these that exists: `model.tokenizer_name_or_path`; the tokenizer of the model; with
-    `model.train_tokenizer`, a byte-level BPE with the vocabulary size of the model, trained on the
-    text. None is needed if the data is token ids. Collective; rank 0 writes.
+    The run uses the first of these that exists: `model.tokenizer_name_or_path`; the tokenizer of
+    the model; with `model.train_tokenizer`, a byte-level BPE that is trained on the text. If the
+    data is token ids, there may be none. Collective; rank 0 trains and writes.
 
     Args:
-        model: settings of the model.
+        model: settings of the model; they are not changed.
         data: settings of the data.
-        folder: where a trained tokenizer is written.
-        keep: whether to use a tokenizer that `folder` holds already instead of training one.
+        folder: folder for a trained tokenizer.
+        keep: use a trained tokenizer that `folder` has already, instead of training one.
 
     Returns:
-        The settings of the model with the tokenizer.
+        `model` with `tokenizer_name_or_path` set; None there if there is no tokenizer.
 
     Raises:
-        DataError: the data is text, and there is no tokenizer.
+        DataError: the data is text without a tokenizer, or has no text to train one on.
+        ModelError: the Hub cannot be reached, or the vocabulary size is unknown.
     """
     model = use_model_tokenizer(model)
     if model.tokenizer_name_or_path is not None:
@@ -71,10 +72,12 @@ def prepare_tokenizer(
 
 @ranks.collective
 def use_model_tokenizer(model: ModelConfig) -> ModelConfig:
-    """Set the tokenizer of the model if none is set and the model has one. Collective.
+    """Return settings with the model's own tokenizer, if none is set and the model has one.
+
+    Otherwise `model` is returned unchanged. Collective.
 
     Raises:
-        ModelError: the Hub cannot be reached, so that it is not known if the model has one.
+        ModelError: the Hub cannot be reached, so it is not known if the model has a tokenizer.
     """
     if model.tokenizer_name_or_path is not None:
         return model
@@ -99,10 +102,10 @@ def use_model_tokenizer(model: ModelConfig) -> ModelConfig:
 
 
 def _train_if_needed(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> ModelConfig:
-    """Set the model's tokenizer to the one in `folder`, after training it.
+    """Return settings with the tokenizer in `folder`, which is trained first if necessary.
 
     Args:
-        model: settings of the model.
+        model: settings of the model without a tokenizer.
         data: settings of the data, whose text is the training text.
         folder: the folder for the tokenizer.
         keep: use a trained tokenizer that is in `folder` already.
@@ -149,7 +152,7 @@ def _train_if_needed(model: ModelConfig, data: DataConfig, folder: Path, keep: b
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer at `model.tokenizer_name_or_path`; None if that is empty.
+    """Load the tokenizer at `model.tokenizer_name_or_path`; None if that is None.
 
     Raises:
         DataError: the tokenizer does not exist or cannot be loaded.
@@ -183,7 +186,10 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
 
 
 def choose_pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Choose the token id for padding: any with an embedding, since the loss never covers it."""
+    """Return the pad id of a tokenizer, else its end-of-sequence id, else 0.
+
+    Any id with an embedding can be used for padding, since the loss never covers it.
+    """
     for name in ("pad_token_id", "eos_token_id"):
         token = getattr(tokenizer, name, None)
         if token is not None:
@@ -192,10 +198,10 @@ def choose_pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids for which the model has no embedding.
+    """Raise DataError if the tokenizer has ids for which the model has no embedding.
 
-    Raises:
-        DataError: names the largest id, and how to grow the embedding.
+    The message gives the largest id and explains how to grow the embedding. `vocab_size` is the
+    number of rows of the embedding.
     """
     largest = max([*tokenizer.get_vocab().values(), *map(int, tokenizer.added_tokens_decoder)])
     if largest >= vocab_size:
@@ -211,8 +217,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     """Train a byte-level BPE on `texts` and write it to `folder` as a Hugging Face tokenizer.
 
     Id 0 is `END_OF_TEXT`, which begins and ends texts. The 256 bytes follow, then merges up to
-    `vocab_size`, or fewer if the text is short. The same text gives the same files. Trains on about
-    6 MB a second on two cores.
+    `vocab_size` ids, or fewer if the text is short. The same text gives the same files. Trains on
+    about 6 MB a second on two cores.
 
     Raises:
         ConfigError: `vocab_size` leaves no room for a merge.
@@ -244,7 +250,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
 
 
 def _iterate_training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]:
-    """Yield at most `TRAINING_BYTES` of text: every k-th row, or the first rows of streams."""
+    """Yield at most `TRAINING_BYTES` of text from the sources.
+
+    If there is more, it is every k-th row, or the first rows of each stream.
+
+    Raises:
+        DataError: a file cannot be read, or a row is bad with `data.on_bad_row: error`.
+    """
     bytes_left = TRAINING_BYTES
     total = 0 if data.streaming else sum(s.rows.data.column(0).nbytes for s in sources)
     stride, before = max(1, math.ceil(total / TRAINING_BYTES)), 0
