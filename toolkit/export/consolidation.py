@@ -118,7 +118,7 @@ def _prepare_model(
     without_carried: bool,
     origin: dict[str, Any],
 ) -> _ExportInputs:
-    """Plan the export of a full model, and print which tensors are copied from the source.
+    """Plan the export of a full model, and print which tensors are copied from the source model.
 
     Args:
         source: the checkpoint.
@@ -126,7 +126,7 @@ def _prepare_model(
         override: dtype of all floating tensors; None keeps that of the source.
         limit: largest size of a weight file in bytes.
         without_carried: as for `consolidate`.
-        origin: the export manifest's entry on the source, to which carried tensors are added.
+        origin: the export manifest's entry on the source; entries on carried tensors are added.
 
     Returns:
         The plan, the tensors of the checkpoint, and two functions: one reads the values of a group,
@@ -197,10 +197,10 @@ def _prepare_adapter(
 
 
 def _load_assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:
-    """Return the assets of `model`, including the origin of carried tensors.
+    """Return the assets of `model`, with the name of the source model of carried tensors.
 
-    If `hf_assets` is given and a checkpoint is exported, it replaces the name of the model that
-    carried tensors are copied from. The files of the assets are not read from it.
+    For a checkpoint of this toolkit, `hf_assets` replaces that name if it is given. Files are not
+    read from it.
     """
     assets = assets_of(model)
     if hf_assets is not None and source.checkpoint is not None:
@@ -211,12 +211,16 @@ def _load_assets(model: PreTrainedModel, source: Source, hf_assets: str | Path |
 
 
 def _describe_origin(source: Source, dtype: str, base: str | Path | None) -> dict[str, Any]:
-    """Build the export manifest's entry on the source of the weights: checkpoint, step and run.
+    """Build the export manifest's entry on the source of the weights.
+
+    It holds the option `dtype` and, for a checkpoint of this toolkit, its hash, its step and facts
+    of its run.
 
     Args:
         source: the weights.
         dtype: the option of `consolidate`.
-        base: Hub id or folder of an adapter's base model; None keeps the one that the run used.
+        base: Hub id or folder of an adapter's base model. A Hub id replaces the base model in the
+            facts of the run; None or a folder does not.
     """
     origin: dict[str, Any] = {"dtype": dtype}
     if source.checkpoint is not None:
