@@ -18,7 +18,7 @@ def device_pool(
     """Start a thread pool whose threads use the same accelerator device as the calling thread.
 
     Args:
-        threads: number of threads.
+        threads: maximum number of threads.
         name: prefix of the threads' names.
         begin: function that each thread calls once when it starts; None calls nothing.
     """
@@ -50,7 +50,10 @@ def device_thread(work: Callable[[], object], name: str) -> threading.Thread:
 
 
 def _make_device_selector() -> Callable[[], None]:
-    """Create a function that selects the current thread's device in the thread that calls it."""
+    """Create a function that selects the caller's current accelerator device in another thread.
+
+    Call the returned function in that thread. Without an accelerator it does nothing.
+    """
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def choose() -> None:
