@@ -24,20 +24,20 @@ EP = "ep"
 
 @dataclass(frozen=True)
 class View:
-    """A group of ranks, seen from this process: its rank in the group, and the group's size."""
+    """A group of ranks: the rank of this process in the group, and the group's size."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce `tensor` with a sum over the group, in place; return it. Collective."""
+        """All-reduce `tensor` with a sum over the group, in place; return `tensor`. Collective."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite `tensor` with the values of the group's first rank; return it. Collective."""
+        """Overwrite `tensor` with that of the group's first rank; return `tensor`. Collective."""
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """Number of ranks that one copy of the parameters is sharded over."""
+        """Number of ranks over which one copy of the parameters is sharded."""
         return self.axes[DP_SHARD]
 
     @property
@@ -81,7 +81,11 @@ class Mesh:
 
 @ranks.collective
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
-    """Create the device mesh of all processes; its shape is that of `mesh_shape`. Collective."""
+    """Create the device mesh of all processes, with the shape from `mesh_shape`. Collective.
+
+    Raises:
+        ShardingError: on every rank, as `mesh_shape`.
+    """
     replicas, shards = mesh_shape(world_size, cfg)
     all_ranks = View(ranks.rank(), world_size, ranks.world_group())
     shape: tuple[int, ...] = (replicas, shards)
@@ -97,7 +101,9 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
 
 
 def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
-    """Compute how many replicas of the parameters there are, and how many ranks share each.
+    """Compute the number of replicas of the parameters, and of ranks that share each replica.
+
+    If `dp_replicate` or `dp_shard` is -1, it is derived from the other and `world_size`.
 
     Returns:
         (replicas, ranks per replica); their product is `world_size`.
@@ -134,8 +140,8 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
 def data_ranks(world_size: int, cfg: ShardingConfig) -> int:
     """Compute the number of ranks that read different samples; use it for batch sizes.
 
-    Today that is every rank. An axis whose ranks share their samples, such as context
-    parallelism, would divide it.
+    Today it is every rank. With an axis whose ranks share their samples, such as context
+    parallelism, it would be less. Raises as `mesh_shape` does.
     """
     replicas, shards = mesh_shape(world_size, cfg)
     return replicas * shards
