@@ -29,6 +29,7 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
     """
 
     def add_tokenizer(model: ModelConfig) -> ModelConfig:
+        """Complete the model's settings with the run's tokenizer, and train it if necessary."""
         if find_row_format(cfg.rows).is_documents:
             return prepare_tokenizer(model, cfg.data, folder.tokenizer, keep=folder.holds_work)
         return use_model_tokenizer(model)

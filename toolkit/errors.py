@@ -86,8 +86,8 @@ def one_line(problem: object, max_length: int = 300) -> str:
 class ToolkitError(Exception):
     """A failure with a cause that the user can act on; printed on one line, without a traceback.
 
-    In the message, secrets are removed, line breaks and control characters are escaped, and the
-    middle of a very long text is cut, because a message may quote any value.
+    A message may quote any value. So secrets are removed, line breaks and control characters are
+    escaped, and a very long text is shortened in the middle.
     """
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class ShardingError(ToolkitError):
 
 
 class LoadingError(ToolkitError):
-    """Weights and model do not fit together; the message names the tensors."""
+    """Weight files are damaged, or do not fit the model; the message names the file or tensor."""
 
 
 class TrainingError(ToolkitError):

@@ -348,6 +348,7 @@ def collective(fn: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(fn)
     def on_every_rank(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the decorated function through `on_all`."""
         return on_all(lambda: fn(*args, **kwargs))
 
     return on_every_rank
@@ -532,7 +533,7 @@ def _call_catching(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]
 def _describe_failure(failure: BaseException | None) -> _Failure | None:
     """Convert an exception to (class, message) for the other ranks; None stays None.
 
-    An exception that is not a `ToolkitError` is described as one.
+    The class is `ToolkitError` for any exception that is not a `ToolkitError`.
     """
     if isinstance(failure, ToolkitError):
         return type(failure), str(failure)

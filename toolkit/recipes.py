@@ -328,9 +328,9 @@ class _SignalForwarder:
 def _choose_exit_code(ended: dict[int, int]) -> int:
     """Choose the exit code of a run from those of its ranks; 0 if all ranks succeeded.
 
-    The code of a rank that refused a setting wins, because it would refuse again at each start.
-    The code for preemption comes next, because other ranks may have failed as a consequence. If
-    there is neither, the first failed rank decides; a signal N becomes 128 + N and is printed.
+    If a rank refused a setting (code 2), that code wins, because it would refuse again at each
+    start. The code for preemption (75) comes next, because other ranks may have failed as a
+    consequence. Otherwise the first failed rank decides; a signal N becomes 128 + N and is printed.
 
     Args:
         ended: rank -> its exit code, in the order in which the ranks ended.
@@ -393,7 +393,10 @@ def _find_settings_class(script: Path) -> type[RunConfig] | None:
 
 
 def _import_script(script: Path) -> ModuleType:
-    """Import a recipe file as a module, which also registers its objective."""
+    """Import a recipe file as a module, which also registers its objective.
+
+    Raises ConfigError if one of its imports fails.
+    """
     spec = importlib.util.spec_from_file_location(f"recipe_{script.stem}", script)
     assert spec is not None
     assert spec.loader is not None

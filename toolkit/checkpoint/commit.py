@@ -270,6 +270,7 @@ def find_damaged_files(
     names = sorted({*files, *sizes} - {MANIFEST, COMMIT}) if only is None else only
 
     def fault(name: str) -> str | None:
+        """Describe how a file differs from the manifest; None if it matches."""
         if name not in files:
             return "is not in the manifest"
         is_read = hashed is None or name in hashed

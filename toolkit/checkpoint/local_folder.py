@@ -181,7 +181,7 @@ class LocalFolder:
 
 
 def nearest_existing_folder(folder: Path) -> Path:
-    """Return `folder` if it exists, otherwise its nearest parent that exists."""
+    """Return `folder` as an absolute path if it exists, otherwise its nearest existing parent."""
     folder = folder.absolute()
     return folder if folder.is_dir() else nearest_existing_folder(folder.parent)
 

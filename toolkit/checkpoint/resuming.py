@@ -96,6 +96,7 @@ def find_resumable(
     saved = find_newest(run_dir, (cfg or CheckpointConfig()).verify_on_resume)
 
     def check_and_move() -> None:
+        """Check the checkpoint against the model, and set the data position to the saved one."""
         if saved is None:
             check_fresh_start(run_dir)
             return
@@ -286,6 +287,7 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     read_tensors(checkpoint / DCP, table, tensors)
 
     def apply_content() -> None:
+        """Set everything of `state` except the model's tensors, which are loaded already."""
         if has_adapters(state.model):
             assets_of(state.model).continued = (content.get("adapter") or {}).get("continued")
         with raise_bad_state(checkpoint):
@@ -370,8 +372,8 @@ def _read_dcp_metadata(checkpoint: Folder) -> Metadata:
 def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
     """Restore this rank's random state from a checkpoint.
 
-    If the number of ranks or the device type has changed, a new state is derived from the seed and
-    the step instead, and rank 0 logs that. `content` is the content of state.json.
+    If the number of ranks or the device type has changed, a new state is derived from seed and
+    step, and rank 0 logs that. `content` is the content of state.json.
     """
     before = (content["world_size"], content.get("device", "cpu"))
     now = (ranks.world_size(), rng_device())

@@ -381,6 +381,7 @@ def check_shared_folder(folder: Path) -> None:
         return
 
     def write() -> Path:
+        """Create an empty file with a random name; return its path."""
         token = nearest_existing_folder(folder) / f"{_TOKEN}{os.urandom(8).hex()}"
         with raise_disk_errors(f"{folder} cannot be written to"):
             token.touch()

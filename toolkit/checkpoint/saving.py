@@ -111,6 +111,7 @@ def save(
         path = str(storage_of(snapshot.target).committed_path(state.step))
 
         def write_behind() -> None:
+            """Write and commit the copies, and log the times; runs in the background thread."""
             with (
                 ranks.use_channel(CHANNEL),
                 _tolerate_disk_failure(needed_bytes, run, cfg, may_fail, failed, path),
@@ -139,8 +140,9 @@ def _resolve_async_save(state: TrainState, tensors: Tensors, cfg: CheckpointConf
     """Decide if this save runs in the background; rank 0 logs how `auto` was resolved.
 
     `auto` is resolved at the first save of a run; that call is collective. The result is stored in
-    `state.saves` and used for all later saves. It is True if the model is on an accelerator and has
-    no adapters, and the copies fit into half of the free host memory on every rank.
+    `state.saves` and used for all later saves. It is True if all of this holds: the model is on an
+    accelerator, it has no adapters, and the copies fit into half of the free host memory on every
+    rank.
     """
     if cfg.async_save != "auto":
         return cfg.async_save
@@ -253,6 +255,7 @@ class _Snapshot:
         position = None if state.data is None else state.data.state_dict()
 
         def begin() -> str:
+            """Check the lock, capture state.json, and begin the checkpoint; return its location."""
             lock.check_held()
             self.content = format_state(state, position)
             self.adapter = json.loads(self.content).get("adapter")

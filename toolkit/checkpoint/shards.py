@@ -268,6 +268,7 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
     """
 
     def check_complete() -> None:
+        """Raise a CheckpointError if a tensor is missing or its chunks are incomplete."""
         for name in tensors:
             if name not in table.tensors:
                 raise CheckpointError(f"{name} is no tensor of {folder}")
@@ -283,6 +284,7 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
 
     def read() -> None:
         # Each rank knows its part, so the ranks need not plan together.
+        """Load this rank's parts with `dcp.load`, without communication."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -342,7 +344,7 @@ def split_by_size(items: list[Any], size: Callable[[Any], int], count: int) -> l
 
 @dataclass
 class _WrittenChunks:
-    """The chunks that one save wrote, kept so that the next save sends only changes."""
+    """The chunks that one save wrote, kept so that the next save need not send equal ones again."""
 
     local_chunks: bytes = b""
     chunks_by_rank: list[bytes] = field(default_factory=list)  # on rank 0, like both fields below
@@ -370,6 +372,7 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Sa
     saved = _WrittenChunks()
 
     def write() -> bytes:
+        """Write this rank's parts; return its encoded chunks, or b"" if they are the last save's."""
         with _raise_as_checkpoint_error(failed):
             saved.tensors_metadata, saved.local_chunks = _write_local_parts(tensors, writer)
         return b"" if saved.local_chunks == last.local_chunks else saved.local_chunks
@@ -377,6 +380,7 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Sa
     changes = ranks.gather_results_to_main(write)
 
     def finish() -> None:
+        """Write `.metadata` on rank 0; build it again only if a rank's chunks have changed."""
         saved.chunks_by_rank = [
             new or old for new, old in zip(changes, last.chunks_by_rank or changes, strict=True)
         ]

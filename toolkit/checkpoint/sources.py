@@ -316,6 +316,7 @@ def _read_dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
         raise CheckpointError(f"{folder} holds an optimizer's state; the weights are in {weights}")
 
     def stored(key: str) -> formats.StoredTensor:
+        """Locate the stored tensor of a key."""
         chunks = tuple(formats.tensor_chunks(folder, metadata, key))
         return formats.StoredTensor(*tensors[key], chunks)
 
@@ -371,6 +372,7 @@ def _read_sharded_safetensors(folder: Path, files: list[Path], hf: Path) -> Sour
         stored_tensors[name] = formats.StoredTensor(chunks[0].dtype, shape, chunks)
 
     def fault(name: str) -> str | None:
+        """Explain why a tensor's parts do not cover it exactly once; None if they do."""
         boxes = [(chunk.offsets, chunk.sizes) for chunk in stored_tensors[name].chunks]
         return formats.find_boxes_fault(stored_tensors[name].shape, boxes)
 

@@ -104,6 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     def command(
         run: Callable[[argparse.Namespace], int], help: str, description: str
     ) -> AddArgument:
+        """Add a subcommand, named after its function; return its parser's `add_argument`."""
         name = run.__name__.removeprefix("_run_").replace("_", "-")
         sub = commands.add_parser(name, allow_abbrev=False, help=help, description=description)
         sub.set_defaults(run=run)

@@ -168,6 +168,7 @@ def _run_commands(results: Path) -> None:
     is_orphan = threading.Event()
 
     def read() -> None:
+        """Queue the commands from stdin until it closes; without a closing message, end them."""
         for line in sys.stdin:
             message = json.loads(line)
             if _CLOSING in message:

@@ -55,9 +55,9 @@ def consolidate(
 ) -> str:
     """Export the weights of a sharded checkpoint as a Hugging Face folder; return its path.
 
-    Keys are named as in the source model, and tied weights are stored as often as there. The folder
-    also holds the config, the generation config, the tokenizer, and a manifest of all files. It
-    appears under its name only when it is complete.
+    Keys are named as in the source model, and tied weights are stored under the same keys as in it.
+    The folder also holds the config, the generation config, the tokenizer, and a manifest of all
+    files. It appears under its name only when it is complete.
 
     Costs one read of the checkpoint, one write of the weights and one read of the written files
     (see [Note: proof of an export]). Memory: blocks of 1 MB; for tensors that transformers converts
@@ -75,8 +75,8 @@ def consolidate(
         hf_assets: folder or Hub id with the config and tokenizer, if the checkpoint has none; for
             adapters, their base model, if it is no longer where the run read it.
         merge: for a checkpoint of adapters: write the base model with the adapter merged in. This
-            needs the base (memory: see `export.readers`). Without it, adapters are exported as a
-            PEFT folder, for which `auto` is the trained dtype and `max_shard_size` has no effect.
+            needs the base (memory: see `export.readers`). If False, adapters are exported as a PEFT
+            folder, for which `auto` is the trained dtype and `max_shard_size` has no effect.
         without_carried: omit the tensors of the source model that belong to no parameter of the
             trained model, and do not declare them in config.json. By default they are copied from
             the source model, which must still exist.
@@ -158,10 +158,10 @@ def _prepare_merge(
     without_carried: bool,
     origin: dict[str, Any],
 ) -> _ExportInputs:
-    """Plan the export of a base model with the adapter merged in, and log the carried tensors.
+    """Plan the export of a base model with the adapter merged in, and print the carried tensors.
 
     Adds to `origin`: `adapter` (its settings, base model and class), `merged`, and the entries of
-    `Carried.manifest_entry`. For the arguments see `_prepare_model`.
+    `Carried.manifest_entry`. For arguments and result see `_prepare_model`.
     """
     tensors = SavedTensors(source)
     base = find_base(source, hf_assets)
@@ -184,7 +184,7 @@ def _prepare_adapter(
 ) -> _ExportInputs:
     """Plan the export of an adapter as a PEFT folder.
 
-    Adds `adapter` (its settings, base model and class) to `origin`. For the arguments see
+    Adds `adapter` (its settings, base model and class) to `origin`. For arguments and result see
     `_prepare_model`.
     """
     base_entry = describe_base(source, hf_assets)

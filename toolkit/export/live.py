@@ -83,6 +83,7 @@ def export_live(
         _serve_gathers(tensors)
 
     def write() -> str:
+        """Plan, gather and write the export on rank 0; return its path."""
         override, limit = parse_options(dtype, max_shard_size)
         target = resolve_output(output)
         plan, facts = _plan_live(model, tensors, override, limit)
@@ -97,6 +98,7 @@ def export_live(
         return str(Path(output).expanduser())
 
     def served() -> str:
+        """Call `write`, then end the loops of the other ranks; return the path or raise."""
         path, failure = "", None
         try:
             path = write()
@@ -132,6 +134,7 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: b
     target = Path(run_dir) / EXPORTS / step_name(step)
 
     def prepare() -> dict[str, Any] | None:
+        """Rename an existing export of the step; return the facts of the run, or None."""
         if os.path.lexists(target):
             try:
                 ranks.print_line(rename_old_export(target))
@@ -249,6 +252,7 @@ def _sum_tensors(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torc
     chosen = names_to_write({name: tensors[name] for name, _ in pairs})  # of replicas one
 
     def sums() -> list[int]:
+        """Compute this rank's share of each checksum; 0 for tensors that another rank sums."""
         shares = [
             part_sums(_cast_as_on_cpu(tensors[name], dtype))[1]
             if name in chosen

@@ -265,6 +265,7 @@ def _rename_to_source_keys(model: PreTrainedModel, groups: list[ExportGroup]) ->
         keys.setdefault(first.get(name, name), []).extend(source_names)
 
     def rename_group(group: ExportGroup) -> ExportGroup:
+        """Return the group with the source's key names; unchanged if it is converted."""
         parameter = group.sources[0]
         source_names = keys.get(first.get(parameter, parameter)) if not group.converted else None
         if not source_names:

@@ -308,6 +308,7 @@ def write_file(
     with open(path, "xb", buffering=0) as file:
 
         def write(content: memoryview) -> None:
+            """Hash and append `content`, start to write it to disk, and call `advance`."""
             nonlocal end, flushed
             whole.update(content)
             _write_all(file.fileno(), content, end)

@@ -126,7 +126,10 @@ _InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 class _Unpickler(_InPython):
-    """Unpickle plain data of protocols 4 and 5, with placeholders for all class instances."""
+    """Unpickler for plain data of pickle protocols 4 and 5.
+
+    It creates placeholders instead of class instances, and refuses any other opcode or class.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the placeholder class or dtype for an allowed name; else raise CheckpointError.

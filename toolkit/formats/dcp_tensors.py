@@ -237,7 +237,10 @@ def _check_uncompressed(record: zipfile.ZipInfo) -> None:
 
 
 class BlobView(io.RawIOBase):
-    """A read-only stream over one blob of a file. It never reads bytes outside of the blob."""
+    """A read-only stream over the bytes [offset, offset + length) of a file: one blob.
+
+    It never reads bytes outside of the blob.
+    """
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         super().__init__()

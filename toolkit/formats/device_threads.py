@@ -25,6 +25,7 @@ def device_pool(
     choose = _make_device_selector()
 
     def start() -> None:
+        """Select the device in a new thread, then call `begin`."""
         choose()
         if begin is not None:
             begin()
@@ -41,6 +42,7 @@ def device_thread(work: Callable[[], object], name: str) -> threading.Thread:
     choose = _make_device_selector()
 
     def run() -> None:
+        """Select the device in the new thread, then call `work`."""
         choose()
         work()
 
@@ -57,6 +59,7 @@ def _make_device_selector() -> Callable[[], None]:
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def choose() -> None:
+        """Select the device in the calling thread."""
         if device is not None:
             torch.accelerator.set_device_index(device)
 

@@ -53,9 +53,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read a folder's config.json, and validate its structure and its counts.
 
     Raises:
-        ModelError: the file is missing (the error differs for an adapter folder) or is no JSON
-            object, a standard setting has a wrong type, or it has more layers, experts or labels
-            than any known model.
+        ModelError: the file is missing or is no JSON object, a standard setting has a wrong type,
+            or it has more layers, experts or labels than any known model. For an adapter folder,
+            the error says so.
     """
     file = folder / "config.json"
     if not file.is_file():

@@ -52,7 +52,10 @@ def hub_unreachable_reason() -> str:
 
 @functools.cache
 def warn_if_hub_unreachable() -> None:
-    """Print a warning to stderr on rank 0 if the Hub is unreachable; once per process."""
+    """Print a warning to stderr on rank 0 if the Hub is unreachable; once per process.
+
+    The first call may take 3 s, see `hub_unreachable_reason`.
+    """
     if (reason := hub_unreachable_reason()) and os.environ.get("RANK", "0") == "0":
         print(f"WARNING: {reason}: only what the cache holds is used", file=sys.stderr, flush=True)
 

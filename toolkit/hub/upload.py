@@ -453,6 +453,7 @@ def _open_repository(
     make_record = logging.getLogRecordFactory()
 
     def make_clean_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        """Create a log record whose message has no secrets."""
         record = make_record(*args, **kwargs)
         # The client logs signed addresses when it tries again.
         record.msg = scrub(record.getMessage(), [str(token or "")])

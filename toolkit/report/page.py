@@ -119,6 +119,7 @@ def _make_event_traces(runs: list[RunRecord]) -> list[dict[str, Any]]:
         colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else _MARK
 
         def add_mark(kind: str, name: str = run.curve_prefix(len(runs)), **options: Any) -> None:
+            """Append a trace that marks steps; `options` are plotly's."""
             hover = {"yaxis": "y2", "hovertemplate": "after step %{x:,d}"}
             trace = {"type": "scatter", "name": name + kind, "meta": kind}
             traces.append({**trace, **hover, **options})
