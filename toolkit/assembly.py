@@ -18,17 +18,18 @@ from toolkit.training.launch import Run
 def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel, ModelConfig]:
     """Check the settings of a run, and build its model on meta without adapters. Collective.
 
-    Trains the tokenizer if the settings request it, and creates the Hub repository that the run
-    will be published in. Takes seconds.
+    If the settings request it, also trains the tokenizer, and creates the Hub repository in which
+    the run will be published. Takes seconds without a tokenizer to train.
 
     Returns:
-        The model on meta (shapes, no bytes), and its settings with the tokenizer of the run.
+        (model on meta, its settings completed by the run's tokenizer).
 
     Raises:
         ToolkitError: the run would fail. The subclass is that of the failing check.
     """
 
     def add_tokenizer(model: ModelConfig) -> ModelConfig:
+        """Complete the model's settings with the run's tokenizer, and train it if necessary."""
         if find_row_format(cfg.rows).is_documents:
             return prepare_tokenizer(model, cfg.data, folder.tokenizer, keep=folder.holds_work)
         return use_model_tokenizer(model)
@@ -41,16 +42,16 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
 def check_before_loading(
     cfg: RunConfig, model: nn.Module, data: TrainingData, objective: Objective
 ) -> None:
-    """Refuse a run that would fail after its weights are read, and log what it will write.
+    """Raise an error if a run would fail after its weights are read. Collective.
 
-    Checks the prompts of evaluations, the balancing of experts and the room on the disk; see
-    `start_checks`. Collective.
+    Checks the prompts of evaluations, the balancing of experts and the space on the disk; see
+    `start_checks`. Logs the files that the run will write.
 
     Args:
-        cfg: the settings of the run, with `auto` decided.
+        cfg: the settings of the run, with `auto` resolved.
         model: on meta, with its adapters, before sharding.
         data: the prepared data.
-        objective: of the run; it may store files in each checkpoint.
+        objective: the run's objective; it may store files in each checkpoint.
 
     Raises:
         ToolkitError: the run would fail.
@@ -70,14 +71,15 @@ def check_before_loading(
 def load_weights(sharded: Sharded, cfg: RunConfig, run: Run, *, empty: bool) -> None:
     """Load the initial weights of a run into a sharded model, in place. Collective.
 
-    The weights are those of the base model, or random ones; the adapter of `lora.from` is loaded
+    They are the weights of the base model, or random ones. The adapter of `lora.from` is loaded,
     too.
 
     Args:
         sharded: the model, on meta.
         cfg: the settings of the run.
         run: the processes of the run.
-        empty: only allocate memory, because a checkpoint will supply the values.
+        empty: only allocate memory, because a checkpoint will supply all values, also of the
+            adapter.
 
     Raises:
         ToolkitError: see `loading.load_or_init` and `export.load_adapter`.

@@ -41,7 +41,7 @@ _TOKENS_OF_TEXT = ("eos", "bos", "pad", "unk", "sep", "cls", "mask")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return True if a setting of this name holds a secret, such as `hf_token` or `hub.apiKey`.
+    """Return True if a setting's name says that it holds a secret: `hf_token`, `hub.apiKey`.
 
     False for `train_tokenizer`, `tokens_per_second` or `eos_token_id`.
     """
@@ -72,9 +72,10 @@ def scrub(text: str, secrets: Iterable[str | None] = ()) -> str:
 
 
 def one_line(problem: object, max_length: int = 300) -> str:
-    """Format an exception or a text on one line, cut to `max_length` characters.
+    """Format an exception or a text on one line of at most `max_length` characters.
 
-    An exception of a library is preceded by the name of its class.
+    A longer text is cut and ends in " ...". An exception that is no `ToolkitError` is preceded by
+    the name of its class.
     """
     is_foreign = isinstance(problem, Exception) and not isinstance(problem, ToolkitError)
     message = f"{type(problem).__name__}: {problem}" if is_foreign else str(problem)
@@ -85,8 +86,8 @@ def one_line(problem: object, max_length: int = 300) -> str:
 class ToolkitError(Exception):
     """A failure with a cause that the user can act on; printed on one line, without a traceback.
 
-    A message may quote a value that is a token in the wrong place, so secrets are removed. The
-    value may hold line breaks and control characters, so they are escaped.
+    A message may quote any value. So secrets are removed, line breaks and control characters are
+    escaped, and a very long text is shortened in the middle.
     """
 
     def __str__(self) -> str:
@@ -118,7 +119,7 @@ class ShardingError(ToolkitError):
 
 
 class LoadingError(ToolkitError):
-    """Weights and model do not fit together; the message names the tensors."""
+    """Weight files are damaged, or do not fit the model; the message names the file or tensor."""
 
 
 class TrainingError(ToolkitError):

@@ -11,18 +11,17 @@ from typing import Any
 
 
 def import_when_used(package: str) -> None:
-    """Let `package` import each name it exports when that name is first read.
+    """Let `package` import each name that it exports when that name is first read.
 
     The package lists its names once, as ordinary imports under `if TYPE_CHECKING:`, which type
     checkers and editors read. This function reads the same block, so there is no second list:
 
-        if TYPE_CHECKING:
-            from toolkit.export.consolidation import consolidate
+        if TYPE_CHECKING: from toolkit.export.consolidation import consolidate
 
         import_when_used(__name__)
 
-    `from toolkit.export import consolidate` and `toolkit.export.consolidate` then work as usual. A
-    name must differ from the package's modules: an imported module takes its own name.
+    `from toolkit.export import consolidate` and `toolkit.export.consolidate` then work as usual. No
+    name may equal that of a module of the package, because an imported module sets that name.
 
     Args:
         package: `__name__` of the package, from its `__init__.py`.
@@ -31,6 +30,7 @@ def import_when_used(package: str) -> None:
     homes = _exported_names(module.__spec__.loader.get_source(package))
 
     def get_attribute(name: str) -> Any:
+        """Import the module that has `name`, and return the attribute; see `__getattr__`, PEP 562."""
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if homes[name] == package:
@@ -44,7 +44,10 @@ def import_when_used(package: str) -> None:
 
 
 def _exported_names(source: str) -> dict[str, str]:
-    """Map each name that a package imports under `if TYPE_CHECKING:` to the module that has it."""
+    """Map each name that is imported under `if TYPE_CHECKING:` in `source` to its module.
+
+    `source` is the code of a package's `__init__.py`.
+    """
     homes: dict[str, str] = {}
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":

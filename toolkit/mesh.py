@@ -79,7 +79,7 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """Number of ranks that one copy of the parameters is sharded over."""
+        """Number of ranks over which one copy of the parameters is sharded."""
         return self.axes[DP_SHARD]
 
     @property
@@ -145,8 +145,8 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
 def data_ranks(world_size: int, cfg: ShardingConfig) -> int:
     """Compute the number of ranks that read different samples; use it for batch sizes.
 
-    Today that is every rank. An axis whose ranks share their samples, such as context
-    parallelism, would divide it.
+    Today it is every rank. With an axis whose ranks share their samples, such as context
+    parallelism, it would be less. Raises as `mesh_shape` does.
     """
     replicas, shards = mesh_shape(world_size, cfg)
     return replicas * shards

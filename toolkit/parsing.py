@@ -30,8 +30,8 @@ def read_json(file: Path, error: type[ToolkitError], *, strict: bool = False) ->
 
     Args:
         file: the file.
-        error: class of the error, which names the file.
-        strict: refuse a name that occurs twice in one object, and NaN.
+        error: class of the error; its message names the file.
+        strict: also refuse NaN, infinity, and a name that occurs twice in one object.
     """
     return parse_json(read_bounded(file, MAX_JSON_BYTES, error), file, error, strict=strict)
 
@@ -43,10 +43,10 @@ def parse_json(
 
     Args:
         content: the text.
-        source: names it in errors.
+        source: name of the text in errors, such as its file.
         error: class of the error.
-        strict: refuse a name that occurs twice in one object, because readers differ in which value
-            they take, and NaN.
+        strict: also refuse NaN, infinity, and a name that occurs twice in one object. Parsers
+            differ in which of the two values they take.
     """
     encoded = content.encode() if isinstance(content, str) else content
     _check_limit(len(encoded), MAX_JSON_BYTES, "bytes", source, error)
@@ -68,10 +68,10 @@ def parse_json(
 
 
 def parse_size(text: str) -> int | None:
-    """Parse a size such as `5GB` (10^9 bytes), `5GiB` (2^30) or `800000`.
+    """Parse a size such as `5GB` (10^9 bytes each), `5GiB` (2^30) or `800000`.
 
     Returns:
-        The number of bytes; None if the text is no size, or less than a byte.
+        The number of bytes; None if the text is no size, or less than one byte.
     """
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", text.strip().upper())
     digits, unit, binary = size.groups() if size else ("0", None, None)
@@ -82,13 +82,17 @@ def parse_size(text: str) -> int | None:
 def _check_limit(
     count: int, limit: int, unit: str, source: object, error: type[ToolkitError]
 ) -> None:
-    """Raise `error` if a source has more than `limit` bytes or values."""
+    """Raise `error` if `count` exceeds `limit`; `unit` is "bytes" or "values"."""
     if count > limit:
         raise error(f"{source} holds {count:,} {unit}, more than the {limit:,} expected")
 
 
 def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
-    """Read a YAML file of plain values, without dates and tags. Raises as `read_json` does."""
+    """Read a YAML file of plain values, within bounds on size, depth and number of values.
+
+    Raises `error` if it is missing, beyond the bounds, no YAML, or has tags, aliases or repeated
+    keys. A date is read as text.
+    """
     content = read_bounded(file, MAX_YAML_BYTES, error)
     try:
         content.decode("utf-8")
@@ -98,7 +102,10 @@ def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
 
 
 def parse_yaml(content: bytes | str, source: object, error: type[ToolkitError]) -> Any:
-    """Parse a YAML text; `source` names it in errors. Raises as `read_yaml` does."""
+    """Parse a YAML text of plain values; raises `error` as `read_yaml` does.
+
+    `source` is the name of the text in errors.
+    """
     _check_limit(len(content), MAX_YAML_BYTES, "bytes", source, error)
     depth = 0
     try:
@@ -154,7 +161,7 @@ def _is_deep(value: Any) -> bool:
 
 
 class _PlainLoader(yaml.CSafeLoader):
-    """YAML loader for plain values: dates stay texts, and a repeated key is an error."""
+    """YAML loader for plain values: dates are read as text, and a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         """Build a dict from a mapping node; raise YAMLError if a key occurs twice."""

@@ -72,8 +72,7 @@ def world_size() -> int:
 def world_group() -> dist.ProcessGroup | None:
     """Return the group of all ranks, whose collectives run on the run's devices.
 
-    Returns:
-        None without a process group.
+    Returns None without a process group.
     """
     return dist.group.WORLD if dist.is_initialized() else None
 
@@ -118,7 +117,7 @@ def node_indices() -> list[int]:
 def local_world_size() -> int:
     """Return the number of ranks on this machine.
 
-    The first call is collective, as that of `node_indices`.
+    The first call is collective if `node_indices` was not called before.
     """
     nodes = node_indices()
     return nodes.count(nodes[rank()])
@@ -128,25 +127,25 @@ def local_world_size() -> int:
 
 
 def log_once(*lines: str | None) -> None:
-    """Print log lines from rank 0 only, above any progress bar; skip lines that are empty."""
+    """Print log lines on rank 0 only, above any progress bar; skip lines that are None or ""."""
     for line in filter(None, lines if rank() == 0 else ()):
         print_line(line)
 
 
 def fits_terminal(line: str) -> bool:
-    """Return True if a line is no wider than the terminal, or the output is no terminal."""
+    """Return True if stdout is no terminal, or `line` is no wider than the terminal."""
     return not sys.stdout.isatty() or len(line) <= shutil.get_terminal_size().columns
 
 
 def print_line(line: str, file: TextIO | None = None) -> None:
-    """Print a line from this process, above its progress bars.
+    """Print a line on this rank, above its progress bars.
 
     In a terminal, lines that are too wide are wrapped between words. In a text of several lines,
     table rows are not wrapped.
 
     Args:
         line: one line, or several separated by newlines.
-        file: stdout by default.
+        file: stream to print to; None: stdout.
     """
     stream = file or sys.stdout
     if stream.isatty() and "\n" in line:
@@ -169,7 +168,10 @@ def print_line(line: str, file: TextIO | None = None) -> None:
 
 
 def _wrap_line(line: str) -> str:
-    """Wrap a line between words if it is wider than the terminal and no table row."""
+    """Wrap a line between words if it is wider than the terminal.
+
+    A line with two spaces between words is a table row, and is returned unchanged.
+    """
     columns = shutil.get_terminal_size().columns
     text = line.strip()
     if len(line) <= columns or "  " in text:
@@ -189,17 +191,20 @@ def _wrap_line(line: str) -> str:
 
 
 def mark_collective(error: ToolkitError) -> ToolkitError:
-    """Mark an error that every rank raises, so that only rank 0 prints it; return the error."""
+    """Mark an error that every rank raises, so that only rank 0 prints it; return the error.
+
+    Call it on every rank.
+    """
     error.already_reported = rank() != 0  # type: ignore[attr-defined]
     return error
 
 
 def is_first_to_report(text: str) -> bool:
-    """Return True if no other rank has claimed to print `text` before. Not collective.
+    """Claim `text` for this rank; return False if another rank has claimed it. Not collective.
 
-    Use it for errors that may be raised on one rank or on several. A rank that fails alone prints
-    its error, and so does every rank once the store is gone. An error that all ranks raise for sure
-    is marked by `mark_collective` instead.
+    Use it for errors that may be raised on one rank or on several. Without a store, for example
+    after its process has ended, it returns True. If all ranks are sure to raise an error, use
+    `mark_collective` instead.
     """
     key = f"said/{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
     this_rank = str(rank())
@@ -208,12 +213,15 @@ def is_first_to_report(text: str) -> bool:
 
 
 def post_notice(name: str) -> None:
-    """Leave the notice `name` for the other ranks, before this rank exits. Not collective."""
+    """Set a flag `name` that `has_notice` sees on every rank; no rank waits. Not collective."""
     _call_store(lambda store: store.set(f"posted/{name}", ""))
 
 
 def has_notice(name: str) -> bool:
-    """Return True if any rank has posted the notice `name`. Not collective."""
+    """Return True if any rank has called `post_notice(name)`. Not collective.
+
+    False if the store is gone.
+    """
     return bool(_call_store(lambda store: store.check([f"posted/{name}"])))
 
 
@@ -221,7 +229,7 @@ def has_notice(name: str) -> bool:
 
 
 def broadcast(value: T) -> T:
-    """Return rank 0's `value` on every rank. Collective; pickles a small object."""
+    """Return rank 0's `value` on every rank. Collective. The value is pickled; keep it small."""
     if world_size() == 1 or _is_fake_world():
         return value
     box = [value]
@@ -230,12 +238,12 @@ def broadcast(value: T) -> T:
 
 
 def min_over_ranks(number: N) -> N:
-    """Return the smallest of the ranks' numbers, exact up to 2**53. Collective, 8 bytes a rank."""
+    """Return the smallest `number` of all ranks, exact up to 2**53. Collective, 8 bytes a rank."""
     return type(number)(_min_of_each([number])[0])
 
 
 def any_over_ranks(flags: Sequence[bool]) -> list[bool]:
-    """Compute, for each flag, if any rank has set it. Collective, 8 bytes per rank and flag.
+    """Return, for each flag, True if any rank has set it. Collective, 8 bytes per rank and flag.
 
     Every rank must pass the same number of flags.
     """
@@ -243,9 +251,9 @@ def any_over_ranks(flags: Sequence[bool]) -> list[bool]:
 
 
 def all_equal(value: object) -> bool:
-    """Return True if all ranks pass the same `value`. Collective, 16 bytes a rank.
+    """Return True if all ranks pass an equal `value`. Collective, 16 bytes a rank.
 
-    Compares a hash of the value's JSON.
+    Compares a 48-bit hash of the value's JSON, or of its repr if JSON cannot hold it.
     """
     text = json.dumps(value, sort_keys=True, default=repr)
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
@@ -257,19 +265,19 @@ def gather(value: T) -> list[T]:
     """Return the `value` of every rank, in rank order, on every rank. Collective.
 
     Values are pickled. Rank 0 receives all of them and sends the list to each rank, so the cost
-    grows with the square of the world size. If they suffice, `gather_to_main`, `min_over_ranks` and
-    `any_over_ranks` are much cheaper.
+    grows with the square of the world size. `gather_to_main`, `min_over_ranks` and `any_over_ranks`
+    are much cheaper; use them if they suffice.
     """
     return broadcast(gather_to_main(value))
 
 
 def gather_to_main(value: T) -> list[T]:
-    """Return the `value` of every rank, in rank order, on rank 0. Collective.
+    """Gather the `value` of every rank to rank 0. Collective.
 
     Values are pickled. Rank 0 needs memory for the largest value times the world size.
 
     Returns:
-        The list on rank 0, an empty list on the other ranks.
+        The list in rank order on rank 0, an empty list on the other ranks.
     """
     if world_size() == 1 or _is_fake_world():
         return [value] * world_size()
@@ -280,8 +288,8 @@ def gather_to_main(value: T) -> list[T]:
 def gather_integers(values: list[int]) -> list[list[int]]:
     """Return the `values` of every rank, in rank order, on every rank. Collective.
 
-    Every rank must pass the same number of 64-bit integers. One all-gather of 8 bytes a value,
-    which does not go through rank 0.
+    Every rank must pass the same number of 64-bit integers. Costs one all-gather of 8 bytes a
+    value, which does not go through rank 0.
     """
     if world_size() == 1 or _is_fake_world():
         return [list(values)] * world_size()
@@ -312,11 +320,11 @@ def sum_over_ranks(values: list[int]) -> list[int] | None:
 
 
 def on_all(fn: Callable[[], T]) -> T:
-    """Run `fn` on every rank; if it fails on any rank, raise on all of them.
+    """Run `fn` on every rank and return its result; if it fails on any rank, all ranks raise.
 
-    The rank that failed raises its own exception. The other ranks raise an error with the message
-    of the first failing rank: of the same class if that is a `ToolkitError`, else a `ToolkitError`.
-    Collective, 8 bytes a rank.
+    A rank that failed raises its own exception. The other ranks raise an error with the message of
+    the first rank that failed, of the same class if that is a `ToolkitError`, otherwise a
+    `ToolkitError`. Collective, 8 bytes a rank.
     """
     result, failure = _call_catching(fn)
     _raise_if_any_failed(failure)
@@ -333,10 +341,14 @@ def min_result(fn: Callable[[], int]) -> int:
 
 
 def collective(fn: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that a failure on one rank is raised on all ranks (`on_all`)."""
+    """Decorate a function so that a failure on one rank is raised on all ranks; see `on_all`.
+
+    All ranks must call the decorated function.
+    """
 
     @functools.wraps(fn)
     def on_every_rank(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the decorated function through `on_all`."""
         return on_all(lambda: fn(*args, **kwargs))
 
     return on_every_rank
@@ -351,12 +363,12 @@ def gather_results(fn: Callable[[], T]) -> list[T]:
 
 
 def gather_results_to_main(fn: Callable[[], T]) -> list[T]:
-    """Run `fn` on every rank and return all results, in rank order, on rank 0.
+    """Run `fn` on every rank and gather the results to rank 0.
 
     Raises as `on_all` does. Collective; for the cost see `gather_to_main`.
 
     Returns:
-        The list on rank 0, an empty list on the other ranks.
+        The list in rank order on rank 0, an empty list on the other ranks.
     """
     result, failure = _call_catching(fn)
     if world_size() == 1 or _is_fake_world():
@@ -372,7 +384,7 @@ def gather_results_to_main(fn: Callable[[], T]) -> list[T]:
 def on_main(fn: Callable[[], T]) -> T:
     """Run `fn` on rank 0 only and return its result on every rank; if it fails, all ranks raise.
 
-    Collective, one broadcast.
+    The result is pickled. Collective, one broadcast.
     """
     # In a fake world there is no other rank 0 that could run it.
     runs_here = rank() == 0 or _is_fake_world()
@@ -384,10 +396,10 @@ def on_main(fn: Callable[[], T]) -> T:
 
 
 def main_first(fn: Callable[[], T]) -> T:
-    """Run `fn` on rank 0, then on the first rank of each other machine, then on all other ranks.
+    """Run `fn` on every rank in turns, and return its result; raises as `on_all` does. Collective.
 
-    Use it to fill a cache that later ranks read, no matter if the cache is on storage that all
-    machines share or local to each machine. Collective.
+    Rank 0 is first, then the first rank of each other machine, then all other ranks. Use it to fill
+    a cache that later ranks read, on storage that all machines share or that each machine has.
     """
     nodes = node_indices()
     turns = [0 if r == 0 else 1 if nodes.index(nodes[r]) == r else 2 for r in range(world_size())]
@@ -399,7 +411,10 @@ def main_first(fn: Callable[[], T]) -> T:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Return True if an error means that another rank is gone; the cause is then on that rank."""
+    """Return True if an error of a collective means that the connection to another rank was lost.
+
+    The cause is then on that rank.
+    """
     # NCCL uses this class for its own faults as well.
     if isinstance(error, dist.DistBackendError):
         return _NCCL_PEER_LOSS.search(str(error)) is not None
@@ -414,11 +429,13 @@ def is_peer_loss(error: BaseException) -> bool:
 def object_group(channel: str = "main") -> dist.ProcessGroup | None:
     """Return the gloo group of all ranks for Python objects, with a timeout of one day.
 
-    The timeout is that long because one rank may tokenize for hours while the others wait. The
-    first use of a channel creates its group, which is collective.
+    The timeout is that long because one rank may tokenize for hours while the others wait.
+    `channel` is any name; each has a separate group. The first use of a channel creates it, which
+    is collective.
 
     Returns:
-        None without a process group, and if the other ranks do not exist (`fake_world`).
+        The group; None without a process group, and in a `fake_world`, where other ranks do not
+        exist.
     """
     if not dist.is_initialized() or _is_fake_world():
         return None
@@ -443,9 +460,9 @@ def object_group(channel: str = "main") -> dist.ProcessGroup | None:
 
 
 def set_timeouts(timeout: datetime.timedelta) -> None:
-    """Set the timeout of collectives for all groups, those of a mesh included.
+    """Set the timeout of collectives for all process groups, including those of a mesh.
 
-    The groups of this module keep theirs. Logs a note if this torch has no way to set timeouts.
+    The groups of `object_group` keep theirs. If this torch cannot set timeouts, rank 0 logs a note.
     """
     object_groups = {id(group) for channels in _groups.values() for group in channels.values()}
     set_timeout, groups = _timeout_access()
@@ -460,9 +477,9 @@ def set_timeouts(timeout: datetime.timedelta) -> None:
 
 
 def _timeout_access() -> tuple[Any, list[dist.ProcessGroup]]:
-    """Return torch's private function that sets a group's timeout, and all process groups.
+    """Return (torch's private function that sets a group's timeout, all process groups).
 
-    The function is None if this torch has none.
+    (None, []) if this torch has no such function.
     """
     # Private in torch 2.11 to 2.15, and the only way to change it.
     set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
@@ -490,7 +507,7 @@ def _current_group() -> dist.ProcessGroup | None:
 
 
 def _call_store(call: Callable[[dist.Store], T]) -> T | None:
-    """Call a function with the process group's store; return None if there is no store."""
+    """Call a function with the process group's store; None if there is no store or it is gone."""
     # Private in torch 2.x. Without it, each rank reports for itself.
     get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
     if world_size() > 1 and get_store is not None:
@@ -506,7 +523,7 @@ def _is_fake_world() -> bool:
 
 
 def _call_catching(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Call `fn`; return its result and None, or None and the exception it raised."""
+    """Call `fn`; return (its result, None), or (None, the exception that it raised)."""
     try:
         return fn(), None
     except Exception as error:
@@ -516,7 +533,7 @@ def _call_catching(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]
 def _describe_failure(failure: BaseException | None) -> _Failure | None:
     """Convert an exception to (class, message) for the other ranks; None stays None.
 
-    An exception that is not a `ToolkitError` is described as one.
+    The class is `ToolkitError` for any exception that is not a `ToolkitError`.
     """
     if isinstance(failure, ToolkitError):
         return type(failure), str(failure)
@@ -524,7 +541,7 @@ def _describe_failure(failure: BaseException | None) -> _Failure | None:
 
 
 def _raise_if_any_failed(failure: BaseException | None, number: float = 0) -> int:
-    """Raise on every rank if any rank passes a `failure`. Collective.
+    """Raise on every rank if any rank passes a `failure` that is not None. Collective.
 
     Returns:
         The smallest `number` of all ranks.
@@ -539,7 +556,10 @@ def _raise_if_any_failed(failure: BaseException | None, number: float = 0) -> in
 
 
 def _raise_on_all(first_failed: int, first_failure: _Failure, failure: Any) -> None:
-    """Raise this rank's own `failure`; if it has none, raise that of rank `first_failed`."""
+    """Raise this rank's own `failure` or, if that is None, the one of rank `first_failed`.
+
+    Marks the error so that only that rank prints it.
+    """
     error = failure
     if error is None:
         error_class, message = first_failure
@@ -568,7 +588,8 @@ def _min_of_each(numbers: Sequence[float], group: dist.ProcessGroup | None = Non
 def _gather_pickled(content: bytes, max_length: int) -> list[Any]:
     """Gather every rank's pickled `content` to rank 0 and unpickle it there. Collective.
 
-    `max_length` is the length in bytes of the longest content; shorter ones are padded to it.
+    `max_length` is the length of the longest content in bytes; shorter ones are padded to it. The
+    list is in rank order on rank 0 and empty on the other ranks.
     """
     padded = torch.zeros(max_length, dtype=torch.uint8)
     padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -66,7 +66,7 @@ _LAUNCHER_OPTIONS = {
 
 
 def recipes_root() -> Path:
-    """Find the folder that holds `recipes` and `accelerate_configs`."""
+    """Find the folder that holds `recipes` and `accelerate_configs`: in the package or above it."""
     package = Path(__file__).parent
     for folder in (package / "shipped", package.parent):
         if all((folder / "recipes" / f"{name}.py").is_file() for name in NAMES):
@@ -77,8 +77,8 @@ def recipes_root() -> Path:
 def start_recipe(recipe: str, arguments: Sequence[str]) -> int:
     """Check a run, then start `accelerate launch` on its recipe and wait for it.
 
-    The settings are parsed as in the recipe, without torch. Then `start_checks` raises if the files
-    on this machine show that the run would fail. If the current folder has a copy of the recipe
+    The settings are parsed as in the recipe. Then `start_checks` raises if the files on this
+    machine show that the run would fail. If the current folder has a copy of the recipe
     (`recipes/NAME.py`), that copy is started instead of the toolkit's.
 
     Args:
@@ -86,7 +86,7 @@ def start_recipe(recipe: str, arguments: Sequence[str]) -> int:
         arguments: CONFIG, settings as `--section.field value`, and options of the launcher.
 
     Returns:
-        The exit code of the rank that failed first, or 0.
+        The exit code of the run; 0 if all ranks succeeded. See `_choose_exit_code`.
 
     Raises:
         ConfigError: a setting is wrong, or there is neither a config nor a model.
@@ -137,8 +137,8 @@ def _read_launch_yaml(arguments: Sequence[str]) -> dict[str, Any]:
     """Read the Accelerate YAML that `accelerate launch` will use.
 
     Args:
-        arguments: `launch`, then `--config_file` and its path. A path elsewhere in the arguments is
-            not found. Without a path, the user's default file is read.
+        arguments: `launch`, optionally followed by `--config_file` and its path. A path elsewhere
+            in the arguments is not found. Without a path, the user's default file is read.
 
     Returns:
         Content of the file; {} if it does not exist.
@@ -158,7 +158,7 @@ def _read_launch_yaml(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_paths(cfg: Any) -> None:
-    """Check that the model and the data files of a run exist. Does not import torch.
+    """Raise an error if the model or a data file of a run does not exist. Does not import torch.
 
     Raises:
         ToolkitError: the model folder does not exist, a file pattern of the data matches nothing,
@@ -187,15 +187,15 @@ def _check_cache(name: str, revision: str | None) -> None:
 
 
 def _check_before_launch(cfg: Any, launched: dict[str, Any], script: Path) -> None:
-    """Check the run against the devices and files of this machine; print which rows were checked.
+    """Raise an error if the run would fail on this machine; print which rows were checked.
 
     Args:
         cfg: settings of the run.
-        launched: launch configuration: keys of the Accelerate YAML, updated by the flags.
+        launched: launch configuration: content of the Accelerate YAML, updated by the flags.
         script: the recipe's file.
 
     Raises:
-        ToolkitError: the run would fail.
+        ToolkitError: the run would fail, for example because there is no GPU.
     """
     import torch
 
@@ -220,7 +220,7 @@ def _check_before_launch(cfg: Any, launched: dict[str, Any], script: Path) -> No
 
 
 def _check_cores(processes: int) -> None:
-    """Raise ConfigError if far more processes are requested than the CPU has cores."""
+    """Raise ConfigError if `processes` exceeds both 16 and twice the number of CPU cores."""
     cores = os.cpu_count() or 1
     limit = max(_MIN_PROCESS_LIMIT, 2 * cores)
     if processes > limit:
@@ -231,7 +231,10 @@ def _check_cores(processes: int) -> None:
 
 
 def _needs_port(yaml: dict[str, Any], launcher_flags: dict[str, Any]) -> bool:
-    """Return True if Accelerate's default port is in use and the user set no other one."""
+    """Return True if a run on one machine needs another port than Accelerate's default.
+
+    It does if the default port is in use and the user set no port.
+    """
     port = launcher_flags["--main_process_port"] or yaml.get("main_process_port")
     machines = launcher_flags["--num_machines"] or yaml.get("num_machines") or 1
     if port is not None or machines != 1:
@@ -248,10 +251,11 @@ def _find_free_port() -> int:
 
 
 def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int, cpu: bool) -> int:
-    """Run `accelerate` in this process; return the exit code of the rank that failed first, or 0.
+    """Run `accelerate` in this process; return the exit code of the run (`_choose_exit_code`).
 
-    The ranks print their own errors. Signals are passed on to the ranks, which save and end. On its
-    own, torch's agent would kill them after 30 s, and restart ranks that ended by a signal.
+    The ranks print their own errors. Signals are forwarded to the ranks, which save and end.
+    Without that, torch's agent would kill them after 30 s, and restart ranks that ended by a
+    signal.
     """
     from accelerate.commands import accelerate_cli
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -300,7 +304,7 @@ class _SignalForwarder:
         self._patience, self._waiting = grace + 30, False
 
     def __call__(self, number: int, frame: object) -> None:
-        """Forward the signal to the ranks, wait, kill late ones, and exit with a rank's code."""
+        """Forward the signal to the ranks, wait, kill late ranks, and exit with the run's code."""
         ranks = psutil.Process().children()
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
@@ -324,9 +328,9 @@ class _SignalForwarder:
 def _choose_exit_code(ended: dict[int, int]) -> int:
     """Choose the exit code of a run from those of its ranks; 0 if all ranks succeeded.
 
-    The code of a rank that refused a setting wins, because it would refuse again at each start.
-    The code for preemption comes next, because other ranks may have failed as a consequence. If
-    there is neither, the first failed rank decides; a signal N becomes 128 + N and is printed.
+    If a rank refused a setting (code 2), that code wins, because it would refuse again at each
+    start. The code for preemption (75) comes next, because other ranks may have failed as a
+    consequence. Otherwise the first failed rank decides; a signal N becomes 128 + N and is printed.
 
     Args:
         ended: rank -> its exit code, in the order in which the ranks ended.
@@ -344,7 +348,7 @@ def find_kind(name: str) -> Kind:
     """Find the kind of run called `name`.
 
     If the current folder has a recipe `recipes/NAME.py` that differs from the toolkit's, the kind
-    is that of the settings class in it. The recipe may be imported for that.
+    is that of its settings class. The recipe may be imported to find the class.
 
     Raises:
         ConfigError: there is no such kind, or the recipe does not name its settings class.
@@ -371,9 +375,9 @@ def find_kind(name: str) -> Kind:
 
 
 def _find_settings_class(script: Path) -> type[RunConfig] | None:
-    """Find the settings class that a recipe passes to `training.main`, or None.
+    """Find the settings class that a recipe passes to `training.main`; None if there is none.
 
-    A script that passes a class of `toolkit.config` is only parsed. Any other script is imported.
+    If that is a class of `toolkit.config`, the script is only parsed. Otherwise it is imported.
     """
     nodes = list(ast.walk(ast.parse(script.read_text("utf-8"), str(script))))
     calls = (node for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1)
@@ -389,7 +393,10 @@ def _find_settings_class(script: Path) -> type[RunConfig] | None:
 
 
 def _import_script(script: Path) -> ModuleType:
-    """Import a recipe file as a module, which also registers its objective."""
+    """Import a recipe file as a module, which also registers its objective.
+
+    Raises ConfigError if one of its imports fails.
+    """
     spec = importlib.util.spec_from_file_location(f"recipe_{script.stem}", script)
     assert spec is not None
     assert spec.loader is not None
@@ -416,8 +423,8 @@ def load_config(
     """Read the config of a run whose kind may not be known.
 
     The kind is `name`, or else the `kind` in the file, or else the only kind that accepts the
-    file's settings. If several kinds accept them, the format of the training rows decides; without
-    rows the first of those kinds is chosen.
+    file's settings. If several kinds accept them, the format of the training rows decides. If no
+    rows can be read, it is the first of those kinds.
 
     Args:
         file: a YAML file.
@@ -426,8 +433,8 @@ def load_config(
         remote: also read rows from the Hub to find the kind.
 
     Returns:
-        The kind, the config, and a note that says how the kind was chosen. The note is None if the
-        kind was given or only one kind accepts the settings.
+        (kind, config, note). The note says how the kind was chosen; it is None if the kind was
+        given or only one kind accepts the settings.
 
     Raises:
         ConfigError: no kind accepts the file's settings, or the kind is unknown.
@@ -467,7 +474,7 @@ def _find_kind_of_rows(configs: Mapping[str, Any], remote: bool) -> str:
 
     Args:
         configs: name of a kind -> the config, read as that kind.
-        remote: also read rows from the Hub.
+        remote: also read rows from the Hub. If False and a source is on the Hub, the result is "".
     """
     from toolkit.data.row_formats import find_row_format
     from toolkit.data.sources.rows import load_sources
@@ -491,13 +498,13 @@ def _find_kind_of_rows(configs: Mapping[str, Any], remote: bool) -> str:
 
 
 def find_script(recipe: str) -> Path:
-    """Find the file of a recipe: in the current folder, or else in the toolkit."""
+    """Return the file of a recipe: in the current folder if it is there, or else in the toolkit."""
     script = Path("recipes", f"{recipe}.py")
     return script if script.is_file() else recipes_root() / script
 
 
 def _build_parser(recipe: str) -> argparse.ArgumentParser:
-    """Build the parser for the launcher's options of a recipe's command."""
+    """Build the parser for the launcher's options in the command that starts `recipe`."""
     command = find_kind(recipe).command
     parser = argparse.ArgumentParser(
         prog=f"toolkit {command}",
@@ -566,7 +573,7 @@ def copy_recipe(name: str, target: Path) -> list[Path]:
 
     Raises:
         ConfigError: there is no such recipe.
-        ToolkitError: a file exists already and differs. Then nothing is written.
+        ToolkitError: a file exists already and differs. In this case nothing is copied.
     """
     if name not in NAMES:
         raise ConfigError(f"there is no recipe {name!r}; there are {', '.join(NAMES)}")

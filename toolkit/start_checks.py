@@ -68,7 +68,7 @@ _ROW_SECONDS = 10.0  # for reading rows before processes start
 
 @dataclass
 class RunStart:
-    """State that the checks of one run start share: its settings, and what earlier checks built."""
+    """The state that all checks of one start share: the settings, and results of earlier checks."""
 
     cfg: RunConfig
     world_size: int | None
@@ -98,7 +98,10 @@ class RunStart:
 
 @dataclass(frozen=True)
 class Check:
-    """A function that checks a `RunStart`, with its stage in a rehearsal and when it runs."""
+    """A named function that checks a `RunStart`, with the moments at which it runs.
+
+    The name is also that of its stage in a rehearsal.
+    """
 
     name: str
     moments: tuple[Moment, ...]
@@ -135,8 +138,8 @@ def check_start(
 ) -> str:
     """Check a run before its processes start, with the files of this machine only.
 
-    Takes seconds, most of them for imports. Reads no weights and starts no device. The weights of
-    a Hub id are not requested.
+    Takes seconds, most of them for imports. Reads no weights and starts no device. The weights of a
+    Hub id are not requested. Nothing is printed.
 
     Args:
         cfg: the settings of the run.
@@ -145,7 +148,7 @@ def check_start(
         script: the recipe's file, if it is known.
 
     Returns:
-        A log line that says which rows of the data were checked; empty if there were none.
+        A log line that says which rows of the data were checked; "" if none were.
 
     Raises:
         ToolkitError: the run would fail.
@@ -161,7 +164,7 @@ def check_start(
 
 @contextlib.contextmanager
 def _silence_output() -> Iterator[None]:
-    """Suppress stdout, stderr and log messages inside the context; the run prints them later."""
+    """Suppress stdout, stderr and log messages inside the context, up to the level ERROR."""
     disabled_level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -172,10 +175,9 @@ def _silence_output() -> Iterator[None]:
 
 
 def _add_local_tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
-    """Fill in the tokenizer of the model's settings, and turn off device kernels.
+    """Return `model` with the tokenizer of the run filled in, and without device kernels.
 
-    A tokenizer that would have to be trained, or that depends on rows from the Hub, is left to the
-    run.
+    If the tokenizer has to be trained or depends on rows from the Hub, it is not filled in.
     """
     model = replace(use_model_tokenizer(model), kernels="none")
     if not find_row_format(cfg.rows).is_documents or model.train_tokenizer or _has_remote_rows(cfg):
@@ -184,7 +186,7 @@ def _add_local_tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
 
 
 def _has_remote_rows(cfg: RunConfig) -> bool:
-    """Return True if a training source is a data set that is not a folder of this machine."""
+    """Return True if a training source is a data set that is not a local folder."""
     names = [source.dataset_name for _, source in list_sources(cfg.data)]
     return any(name and not Path(name).expanduser().is_dir() for name in names)
 
@@ -193,15 +195,13 @@ def _has_remote_rows(cfg: RunConfig) -> bool:
 
 
 def check_packages(start: RunStart) -> str:
-    """Check that the packages that settings, recipe and model code import are installed.
+    """Raise ConfigError if a package is missing that settings, recipe or model code import.
 
-    Model code is checked only if `trust_remote_code` is set and the model is a local folder.
+    Model code is checked only if `trust_remote_code` is set and the model is a local folder. The
+    driver of an object store in `checkpoint.root` is checked, too.
 
     Returns:
         A summary for the report.
-
-    Raises:
-        ConfigError: a package is missing, or the store of `checkpoint.root` has no driver.
     """
     cfg = start.cfg
     cfg.metrics.trackers()
@@ -241,7 +241,10 @@ def check_packages(start: RunStart) -> str:
 
 
 def _find_missing_imports(file: Path) -> Iterable[str]:
-    """Yield the packages that a module imports at its top level and that are not installed."""
+    """Yield the packages that a Python file imports at its top level and that are not installed.
+
+    Modules next to the file count as installed.
+    """
     for node in ast.parse(file.read_text("utf-8"), str(file)).body:
         modules: list[str] = []
         if isinstance(node, ast.Import):
@@ -256,7 +259,7 @@ def _find_missing_imports(file: Path) -> Iterable[str]:
 
 
 def check_output(start: RunStart) -> str:
-    """Raise if output_dir or checkpoint.root holds something other than this run. Returns ""."""
+    """Raise if output_dir or checkpoint.root belongs to another run. Returns ""."""
     validate_run_folders(start.cfg)
     return ""
 
@@ -264,7 +267,7 @@ def check_output(start: RunStart) -> str:
 def check_writable(start: RunStart) -> str:
     """Raise ConfigError if output_dir or checkpoint.root is not writable; return a summary.
 
-    Writes a temporary file into the nearest existing folder and deletes it.
+    Writes a temporary file into the nearest existing folder and deletes it. A store is not tested.
     """
     cfg = start.cfg
     folders = {"output_dir": Path(cfg.output_dir)}
@@ -291,13 +294,14 @@ def check_writable(start: RunStart) -> str:
 
 
 def check_hub(start: RunStart, *, create: bool) -> str:
-    """Raise HubError if the run could not be published at its end; return a summary.
-
-    Collective.
+    """Raise HubError if the run could not be published at its end. Collective.
 
     Args:
         start: the state of the start.
         create: create the repository on the Hub if it is missing.
+
+    Returns:
+        A summary; "" if the run will not be published.
     """
     cfg = start.cfg
     base = cfg.model.name_or_path if cfg.adapters else None
@@ -309,10 +313,7 @@ def check_hub(start: RunStart, *, create: bool) -> str:
 
 
 def check_quantisation(start: RunStart) -> str:
-    """Raise if the 4-bit settings do not work in a small trial on the device. Collective.
-
-    Returns "".
-    """
+    """Raise if the 4-bit settings fail in a small trial on the device. Collective. Returns ""."""
     cfg = start.build_cfg
     models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, start.device)
     return ""
@@ -322,7 +323,7 @@ def build_model(start: RunStart) -> str:
     """Build the model on meta without adapters, and store it in `start.model`. Collective.
 
     Also sets `start.model_cfg`: the model's settings, completed by the tokenizer. Checks the
-    optimizer, the settings and the headers of the weights first. Takes seconds.
+    optimizer, the settings and the headers of the weights, too. Takes seconds.
 
     Returns:
         A summary: the model's class and number of parameters.
@@ -343,7 +344,7 @@ def build_model(start: RunStart) -> str:
 def check_adapter_files(start: RunStart) -> str:
     """Raise if adapter targets are not in the model, or `lora.from` has another base. Returns "".
 
-    Reads small files only. PEFT would start a device, so `check_adapter` calls it in the run.
+    Reads small files only, and does not use PEFT, which would start a device.
     """
     cfg = start.cfg
     if cfg.adapters:
@@ -360,7 +361,7 @@ def check_adapter_files(start: RunStart) -> str:
 def check_adapter(start: RunStart) -> str:
     """Raise on all ranks if the run cannot continue the adapter in `lora.from`. Collective.
 
-    Logs which adapter is continued. Returns "".
+    Logs which adapter is continued, if any. Returns "".
     """
 
     def check() -> str:
@@ -372,9 +373,9 @@ def check_adapter(start: RunStart) -> str:
 
 
 def check_continued_adapter(cfg: RunConfig, base: PreTrainedModel, *, resumes: bool) -> str:
-    """Check that a new run can continue the adapter in `lora.from`, and describe it.
+    """Raise ConfigError if a new run cannot continue the adapter in `lora.from`. Not collective.
 
-    A resumed run does not read that adapter. Not collective.
+    For a resumed run, the adapter is not read.
 
     Args:
         cfg: the settings of the run.
@@ -382,10 +383,7 @@ def check_continued_adapter(cfg: RunConfig, base: PreTrainedModel, *, resumes: b
         resumes: True if the run has a checkpoint.
 
     Returns:
-        A log line about the adapter; empty if the run continues none.
-
-    Raises:
-        ConfigError: the adapter does not fit; the message says why.
+        A log line that describes the adapter; "" if the run continues none.
     """
     if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
         return ""
@@ -397,7 +395,10 @@ def check_continued_adapter(cfg: RunConfig, base: PreTrainedModel, *, resumes: b
 
 
 def _refuse_other_targets(lora: LoraConfig, base: PreTrainedModel) -> None:
-    """Raise ConfigError if the user set `all-linear` and the adapter has other modules."""
+    """Raise ConfigError if the adapter of `lora.from` is not on all linear layers of `base`.
+
+    Called if the user set `lora.target_modules` to `all-linear`.
+    """
     all_linear = replace(lora, from_=None, target_modules=ALL_LINEAR, exclude_modules=[])
     expected, present = (
         adapted_modules(add_adapters(copy.deepcopy(base), settings)).keys()
@@ -414,7 +415,7 @@ def _refuse_other_targets(lora: LoraConfig, base: PreTrainedModel) -> None:
 def check_tokenizer(start: RunStart) -> str:
     """Load the tokenizer into `start.tokenizer`; raise if its ids exceed the embedding.
 
-    Returns a summary of both sizes.
+    Returns a summary with the numbers of tokens and rows of the embedding.
     """
     start.tokenizer = load_tokenizer(start.model_cfg)
     vocabulary = models.vocabulary_size(start.model)
@@ -440,17 +441,17 @@ def check_frozen_models(start: RunStart) -> str:
 
 
 def check_prompts(start: RunStart) -> str:
-    """Raise if the model cannot answer `train.eval_prompts`. Collective. Returns ""."""
+    """Raise if a fine-tuned model cannot answer `train.eval_prompts`. Collective. Returns ""."""
     if isinstance(start.cfg, FinetuneConfig):
         training.check_prompts(start.model, start.tokenizer, start.cfg.train)
     return ""
 
 
 def check_router(start: RunStart) -> str:
-    """Check that the settings can balance the experts of the model. Returns "".
+    """Raise if the settings `train.router_*` cannot balance the model's experts. Returns "".
 
     Raises:
-        ModelError: the model lacks what `train.router_*` requests.
+        ModelError: the model lacks something that `train.router_*` needs.
         ConfigError: updates of a bias are configured with adapters.
     """
     plan_router(start.model, start.cfg)
@@ -472,14 +473,17 @@ def check_metric(start: RunStart) -> str:
 
 
 def check_mesh(start: RunStart) -> str:
-    """Raise ShardingError if the processes of the run cannot form the mesh. Returns ""."""
+    """Raise ShardingError if the run's processes cannot form the mesh. Returns "".
+
+    Without a known number of processes, nothing is checked.
+    """
     if start.world_size is not None:
         mesh_shape(start.world_size, start.cfg.sharding)
     return ""
 
 
 def check_batch(start: RunStart) -> str:
-    """Raise if ranks and micro-batches do not divide the global batch. Returns ""."""
+    """Raise if ranks times micro-batch does not divide the global batch. Returns ""."""
     global_batch = start.cfg.train.global_batch_size
     micro_batch = start.cfg.train.per_device_train_batch_size
     if start.world_size is not None and global_batch is not None:
@@ -494,12 +498,13 @@ def check_batch(start: RunStart) -> str:
 
 
 def check_rows(start: RunStart) -> str:
-    """Read some rows of each source for a few seconds; raise if the run would refuse one.
+    """Read some rows of each source, for about 10 s; raise if the run would refuse one of them.
 
     Also raises if a source has no usable row.
 
     Returns:
-        A log line with the number of checked rows; empty if none could be read here.
+        A log line with the number of checked rows; "" if rows are on the Hub, or if the tokenizer
+        has to be trained first.
     """
     cfg, model_cfg = start.cfg, start.model_cfg
     has_no_tokenizer = model_cfg.tokenizer_name_or_path is None and model_cfg.train_tokenizer
@@ -523,7 +528,7 @@ def check_rows(start: RunStart) -> str:
 
 
 def _describe_unchecked_rows(looks: list[RowCheck]) -> str:
-    """Format the end of the log line of `check_rows`, which says which rows were not checked."""
+    """Format the end of the log line of `check_rows`, which says if all rows were checked."""
     if all(look.is_complete for look in looks):
         return ", which are all rows"
     return (
@@ -537,7 +542,7 @@ def shard_on_meta(start: RunStart) -> str:
     """Shard the model on meta as a rank would, and replace `start.model` by the result.
 
     Returns:
-        A summary: the number of FSDP units, the mesh, and the parameter bytes of a rank.
+        A summary: number of FSDP units, shape of the mesh, and parameter bytes of a rank.
     """
     cfg = start.build_cfg
     world_size = start.world_size
@@ -556,10 +561,10 @@ def shard_on_meta(start: RunStart) -> str:
 
 
 def check_disk(start: RunStart) -> str:
-    """Raise if the disk is too small for the run's files; log and return the estimate.
+    """Raise if the disk is too small for the run's files; log and return the estimate. Collective.
 
-    Collective. Returns "" if the number of ranks is unknown, or if the adapters are not on the
-    model yet.
+    Returns "" and checks nothing if the number of ranks is unknown, or if adapters are set and the
+    model does not have them yet.
     """
     cfg, model, world_size = start.cfg, start.model, start.world_size
     if world_size is None or (cfg.adapters and not has_adapters(model)):

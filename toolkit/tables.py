@@ -14,12 +14,12 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 def format_table(rows: list[list[str]], right: set[int], margin: int = 0) -> list[str]:
     """Format rows as lines of aligned columns.
 
-    If stdout is a terminal that is too narrow, the columns that do not fit are printed below, in
-    further tables that repeat the first column. If the first column takes more than half of the
-    width, its cells lose their beginning.
+    If stdout is a terminal that is too narrow, the columns that do not fit follow in further
+    tables, each of which repeats the first column. If the first column takes more than half of the
+    width, the beginning of its cells is cut.
 
     Args:
-        rows: cells; every row has the same number of them.
+        rows: cells; every row has the same number of them. No rows give no lines.
         right: indices of the columns that are right-aligned.
         margin: number of characters of the terminal's width to leave free.
     """
@@ -46,7 +46,7 @@ def format_table(rows: list[list[str]], right: set[int], margin: int = 0) -> lis
 
 
 def _cut_beginning(text: str, width: int) -> str:
-    """Shorten a text to `width` characters by removing its beginning."""
+    """Shorten a text to `width` characters: its beginning is replaced by an ellipsis."""
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 

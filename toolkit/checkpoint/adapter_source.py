@@ -56,7 +56,10 @@ class AdapterSource:
     checkpoint: Source | None = None  # None: a PEFT folder
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Read the header of a PEFT folder's weights file: key -> dtype, shape and byte range."""
+        """Read the weights file's header of a PEFT folder: key -> dtype, shape and byte range.
+
+        Not for a checkpoint of this toolkit, which has no such file.
+        """
         return read_header(self.folder / ADAPTER_WEIGHTS)
 
 
@@ -78,7 +81,14 @@ def apply_adapter_settings(cfg: Any) -> Any:
 
 
 def _apply_settings(cfg: FinetuneConfig) -> FinetuneConfig:
-    """Return `cfg` with the LoRA settings that an earlier start recorded, or else the adapter's."""
+    """Return a copy of `cfg` with the LoRA settings of the adapter in `lora.from`.
+
+    If an earlier start of this run recorded them, they are taken from its config, and the adapter
+    is not read.
+
+    Raises:
+        ConfigError: the adapter cannot be continued, or `cfg` sets one of its settings differently.
+    """
     recorded = read_recorded_config(cfg)
     if recorded is not None and recorded.lora.from_ == cfg.lora.from_:
         return apply_recorded_adapter(cfg, recorded)
@@ -88,10 +98,11 @@ def _apply_settings(cfg: FinetuneConfig) -> FinetuneConfig:
 
 
 def _merge_adapter_settings(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
-    """Return `lora` with the adapter's settings.
+    """Return `lora` with rank, targets and similar settings taken from the adapter.
 
     Raises:
-        ConfigError: the user has set one of the adapter's settings to another value.
+        ConfigError: the user has set one of them to another value. `target_modules: all-linear` is
+            accepted here, because only the model decides which modules those are.
     """
     theirs = parse_adapter_settings(source.config, source.name)
     for name, value in lora.requested_structure().items():
@@ -108,12 +119,15 @@ def _merge_adapter_settings(lora: LoraConfig, source: AdapterSource) -> LoraConf
 def parse_adapter_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Parse the settings of an adapter_config.json that define its tensors (rank, targets, ...).
 
+    If the file limits the adapter to some layers, `target_modules` becomes a regular expression.
+
     Args:
         config: the content of the file.
         name: name of the adapter, for errors.
 
     Returns:
-        Setting -> value, for each name in `config.lora.STRUCTURE`; absent lists are empty.
+        Setting -> value, for each name in `config.lora.STRUCTURE`. An absent list or dict is empty,
+        an absent switch is False.
 
     Raises:
         ConfigError: a value has a type that PEFT does not write.
@@ -166,9 +180,9 @@ def _is_string_list(value: Any) -> bool:
 def _build_layer_pattern(config: dict[str, Any], targets: Any) -> Any:
     """Build a regular expression that matches `target_modules` in `layers_to_transform` only.
 
-    PEFT takes the last number in a module's name that follows one of `layers_pattern` as its layer.
-    Without `layers_pattern`, the number may follow any name. A string of `targets` is returned as
-    it is, because PEFT then ignores `layers_to_transform`.
+    PEFT takes a module's layer number from its name: the last number after one of `layers_pattern`,
+    or after any name if there is none. A string `targets` is returned unchanged, because PEFT then
+    ignores `layers_to_transform`.
     """
     if isinstance(targets, str):  # PEFT ignores the layers of a pattern
         return targets
@@ -181,7 +195,7 @@ def _build_layer_pattern(config: dict[str, Any], targets: Any) -> Any:
 
 
 def _check_task(source: AdapterSource, cfg: FinetuneConfig) -> None:
-    """Raise a ConfigError if only one of adapter and run is of a reward model."""
+    """Raise a ConfigError if either the adapter or the run, but not both, is for a reward model."""
     is_reward = source.config.get("task_type") == "SEQ_CLS"
     preference = getattr(cfg, "preference", None)
     wants_reward = preference is not None and preference.loss_type == "reward"
@@ -201,11 +215,13 @@ def _check_task(source: AdapterSource, cfg: FinetuneConfig) -> None:
 def open_adapter(lora: LoraConfig) -> Iterator[AdapterSource]:
     """Yield the adapter that `lora.from` names; use it as a context manager.
 
-    A checkpoint on an object store is copied to a temporary folder, which is deleted at the end. An
-    adapter on the Hub is downloaded to the cache.
+    `lora.from` may be a PEFT folder, a checkpoint or run of this toolkit, its URL, or a Hub id.
+    From a URL, the checkpoint is copied to a temporary folder, which is deleted when the context
+    ends. From the Hub, the adapter is downloaded to the cache.
 
     Raises:
-        ConfigError: there is no adapter, its kind cannot be continued, or it is damaged.
+        ConfigError: there is no such adapter, it is damaged, or it has a form that cannot be
+            continued. Any `ToolkitError` inside the context is converted too.
     """
     name = str(lora.from_)
     with contextlib.ExitStack() as stack:
@@ -229,10 +245,10 @@ def open_adapter(lora: LoraConfig) -> Iterator[AdapterSource]:
 
 
 def _find_on_hub(name: str, revision: str | None) -> Path:
-    """Download the adapter of a Hub repository if necessary; return its folder in the HF cache.
+    """Return the folder of a Hub adapter in the HF cache, and download the adapter if necessary.
 
     Raises:
-        ConfigError: the name is a path, or the Hub gives no adapter of this name.
+        ConfigError: the name is a path, or the Hub has no such adapter or cannot be reached.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -260,12 +276,14 @@ def _find_on_hub(name: str, revision: str | None) -> Path:
 
 
 def _read_peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource:
-    """Describe the adapter in a PEFT folder; `hub` says that the folder is in the cache of the Hub.
+    """Describe the adapter in a PEFT folder, which is in the cache of the Hub if `hub` is True.
 
     If this toolkit exported the folder, its files are compared with the export's manifest.
 
     Raises:
         ConfigError: the weights are missing or a pickle, or the adapter cannot be continued.
+        ExportError: a file differs from the manifest.
+        LoadingError: the header of the weights file is damaged.
     """
     if not (folder / ADAPTER_WEIGHTS).is_file():
         if (folder / _PICKLE).is_file():
@@ -300,7 +318,9 @@ def _read_peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterS
 
 
 def _read_checked_origin(folder: Path) -> dict[str, Any]:
-    """Return the entry of an export's manifest that says where its weights come from.
+    """Hash the weights and config of an exported adapter; return the manifest's entry `origin`.
+
+    That entry describes the checkpoint and run from which the adapter was exported.
 
     Raises:
         ExportError: weights or config are not in the manifest, or differ from it in size or hash.
@@ -322,7 +342,8 @@ def _read_toolkit_checkpoint(name: str, path: Path) -> AdapterSource:
     """Describe the adapter in a checkpoint of this toolkit, or in the newest checkpoint of a run.
 
     Raises:
-        ConfigError: the checkpoint is of another tool, or of a model without adapters.
+        ConfigError: the checkpoint was written by another tool, or its model has no adapters.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     source = find_source(path)
     if source.checkpoint is None:
@@ -349,7 +370,10 @@ def _read_toolkit_checkpoint(name: str, path: Path) -> AdapterSource:
 
 
 def _check_folder_kind(name: str, path: Path) -> None:
-    """Raise a ConfigError that says which one it is for a model or an incomplete PEFT folder."""
+    """Raise a ConfigError if a folder is a full model or a PEFT folder with a missing config.
+
+    Also raised if only its subfolders are PEFT folders; the error suggests them.
+    """
     if (path / _PICKLE).is_file() or (path / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"lora.from {name} has no {ADAPTER_FILE}; complete the PEFT folder")
     is_model = (path / "config.json").is_file() and source_dtypes(path) is not None
@@ -372,10 +396,10 @@ def _get_dict(content: Any, name: str) -> dict[str, Any]:
 
 
 def _copy_stage_entry(entry: Any, depth: int = 0) -> dict[str, Any] | None:
-    """Copy the valid fields of an untrusted entry on an adapter that a later adapter continued.
+    """Copy the valid fields of a manifest entry that describes an earlier adapter.
 
-    The adapter may itself have continued another one: the field `continued` is the entry on that
-    adapter, and is copied recursively.
+    The entry may come from anybody. Its field `continued` describes the adapter that this one
+    continued, and is copied recursively.
 
     Returns:
         Field -> value; None if `entry` is not a dict, or at depth `_MOST_STAGES`.
@@ -398,11 +422,12 @@ def _drop_none(entry: dict[str, Any]) -> dict[str, Any]:
 def check_same_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
     """Raise a ConfigError if the adapter belongs to another base model than `cfg` names.
 
-    Digests of the weights are compared. If one is unknown, the Hub ids are compared; a local path
-    proves nothing. Reads 16 kB per tensor of a base model that is on this machine.
+    Digests of the weights are compared if both are known, otherwise the Hub ids. If one model is a
+    local path without a digest, nothing is known and nothing is raised. Reads 16 kB per tensor of
+    each base model that is on this machine.
 
     Returns:
-        The end of a log line that says how the base was compared, or that it is not known.
+        The end of a log line: the base is the same (by digest or name), or it is not known.
 
     Raises:
         ConfigError: the digests or, if one is unknown, the Hub ids differ.
@@ -438,7 +463,10 @@ def check_same_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
 
 
 def _compute_run_base_digest(cfg: FinetuneConfig) -> str | None:
-    """Compute the weight digest of the run's base; None if its weights are not on this machine."""
+    """Compute the weight digest of the run's base; None if its weights are not on this machine.
+
+    For random initial weights, the text "random, seed N" takes the place of a digest.
+    """
     if cfg.model.init == "random":
         return f"random, seed {cfg.seed}"
     return _compute_local_digest(cfg.model.name_or_path, cfg.model.revision)
@@ -451,7 +479,10 @@ def _compute_adapter_base_digest(source: AdapterSource) -> str | None:
 
 
 def _compute_local_digest(name: str, revision: str | None) -> str | None:
-    """Compute the weight digest of a folder or cached Hub model; None if it is incomplete."""
+    """Compute the weight digest of a folder or cached Hub model; None if it is missing.
+
+    Also None if files of it are missing or damaged.
+    """
     try:
         return base_digest(local_folder(name, revision, ask=False))
     except ToolkitError:  # missing or incomplete, so the digest is unknown
@@ -459,7 +490,10 @@ def _compute_local_digest(name: str, revision: str | None) -> str | None:
 
 
 def format_chain(stage: dict[str, Any]) -> str:
-    """Format an adapter and those that it continued: "b (step 9), which continued a (step 5)"."""
+    """Format an adapter and those that it continued: "b (step 9), which continued a (step 5)".
+
+    `stage` is the entry of the newest adapter; `continued` in it is the entry of the one before.
+    """
     parts = []
     entry: Any = stage
     while isinstance(entry, dict):
@@ -470,7 +504,7 @@ def format_chain(stage: dict[str, Any]) -> str:
 
 
 def format_settings(lora: LoraConfig) -> str:
-    """Format rank, alpha and targets for a log line."""
+    """Format rank, alpha and targets of an adapter for a log line; long lists are cut."""
     targets = lora.target_modules
     target_text = targets if isinstance(targets, str) else ", ".join(targets)
     more = f" and {', '.join(lora.target_parameters)}" if lora.target_parameters else ""

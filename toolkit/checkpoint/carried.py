@@ -50,7 +50,10 @@ class CarriedTensor:
     read: Callable[[], torch.Tensor]
 
     def rows(self) -> Iterator[torch.Tensor]:
-        """Iterate over the tensor in order, in blocks of rows; one block if dequantised."""
+        """Iterate over the values in blocks of rows, in order.
+
+        A tensor that must be dequantised is one block.
+        """
         if self.stored is None:
             return iter([self.read()])
         return (rows for _, rows in read_blocks(self.stored))
@@ -123,17 +126,20 @@ class Carried:
         *,
         omit: bool = False,
     ) -> "Carried":
-        """Find the carried tensors with `find_carried_tensors`.
+        """Find the carried tensors of `model` with `find_carried_tensors`.
 
-        With `omit`, it only lists their keys, for an export without these tensors. The source model
-        is then not needed.
+        If `omit` is True, only list their keys, for an export without these tensors. The source
+        model is then not needed.
         """
         if omit:
             return cls({}, group_source_keys(model, assets.source or ()).carried, assets)
         return cls(find_carried_tensors(model, assets, folder), [], assets)
 
     def log(self) -> None:
-        """Print one line on the omitted tensors and one on the copied ones, if there are any."""
+        """Print one line about the omitted tensors and one about the tensors to copy.
+
+        A line about no tensors is not printed. Every rank that calls this prints.
+        """
         keys = self.assets.source or ()
         if self.omitted:
             ranks.print_line(f"omitted    {summarise_names(self.omitted, keys)}, of the source")
@@ -147,7 +153,8 @@ class Carried:
 
         Returns:
             `carried`: name, revision and digest of the source model, and the number of carried
-            tensors. `left_out`: keys of the omitted tensors. An entry without tensors is absent.
+            tensors. `left_out`: keys of the omitted tensors. An entry is absent if it has no
+            tensors.
         """
         entry: dict[str, Any] = {}
         origin = self.assets.origin
@@ -166,9 +173,10 @@ class Carried:
 
 
 def _find_source_folder(assets: HFAssets) -> Path:
-    """Find the folder of the source model.
+    """Find the folder of the source model; for a Hub id, its snapshot in the cache.
 
-    A checkpoint of another tool does not record its source, so the folder of its config is used.
+    A checkpoint of another tool does not record its source. The folder of its config is then
+    returned unchecked.
 
     Raises:
         ModelError: the source model cannot be found.

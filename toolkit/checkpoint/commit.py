@@ -92,16 +92,23 @@ _MARKS = (
 def committed_steps(run: str | store.Folder) -> dict[int, Any]:
     """Map the steps of a run's committed checkpoints to their folders, in ascending order.
 
+    Only names, COMMIT and manifests are read, so files may still be damaged. A run without
+    checkpoints gives {}.
+
     Raises:
-        CheckpointError: the manifest of a folder records another step than the folder's name.
+        CheckpointError: the manifest of a folder records another step than the folder's name, or
+            the disk cannot be read at the moment.
     """
     return {step: a.folder for step, a in latest_attempts(list_attempts(run)).items()}
 
 
 def find_broken_checkpoints(run: str | store.Folder) -> dict[int, tuple[Any, str]]:
-    """Map steps to (folder, fault) for checkpoints whose COMMIT or manifest is missing or changed.
+    """Find checkpoints that were committed, but whose COMMIT or manifest is now missing or changed.
 
-    A save that was killed is not listed, because its folder has another name or a prepared COMMIT.
+    Saves that were killed before their commit are not included.
+
+    Returns:
+        Step -> (folder, description of the fault).
 
     Raises:
         CheckpointError: the disk cannot be read at the moment.
@@ -125,11 +132,11 @@ def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> 
     """Return `path` if it is a committed checkpoint, or the newest committed one if it is a run.
 
     Args:
-        path: a checkpoint or a run.
-        also: predicates; a nearby folder for which one is true may be suggested in the error.
+        path: path or URL of a checkpoint or a run.
+        also: predicates. The error also suggests nearby folders for which one of them is true.
 
     Raises:
-        CheckpointError: there is none; the error suggests paths nearby.
+        CheckpointError: there is no committed checkpoint; the error suggests paths nearby.
     """
     path = store.parse_location(path)
     storage = storage_of(path)
@@ -141,7 +148,10 @@ def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> 
 
 
 def _explain_missing(path: Any, *also: Callable[[Path], bool]) -> str:
-    """Format an error message that says why `path` is no checkpoint and suggests paths nearby."""
+    """Format an error message that says why `path` is no checkpoint and suggests paths nearby.
+
+    `also` are further predicates for folders to suggest; see `suggest_paths`.
+    """
     none = f"{path} holds no committed checkpoint ({path / CHECKPOINTS}/step-*/{COMMIT})"
     if not storage_of(path).is_disk:
         return none
@@ -159,15 +169,22 @@ def _explain_missing(path: Any, *also: Callable[[Path], bool]) -> str:
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-    """Return True if a file in `path` has a name that only checkpoints and runs contain."""
+    """Return True if a folder has a file that marks a run, or a checkpoint of any tool."""
     return any(any(path.glob(mark)) for mark in _MARKS)
 
 
 def suggest_paths(path: Path, *kinds: Callable[[Path], bool]) -> str:
     """Format "; did you mean ...?" with up to three folders near `path` that match a predicate.
 
-    Parents of `path` are tried first, then folders one and two levels below it. The folders with
-    the most similar names come first. Returns "" if nothing matches.
+    Three parents of `path` are tried first, then folders one and two levels below it. The first of
+    these groups with a match is used. Folders with similar names come first.
+
+    Args:
+        path: the wrong path, which may not exist.
+        kinds: predicates; a folder matches if one of them is true.
+
+    Returns:
+        The text; "" if nothing matches.
     """
     here = next(p for p in (path, *path.absolute().parents) if p.is_dir())
     below = (sorted(itertools.islice(here.glob(depth), 1000)) for depth in ("*", "*/*"))
@@ -199,11 +216,12 @@ def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
     """Parse the JSON of a manifest and validate it; `source` names the file in errors.
 
     Returns:
-        The manifest. `files` maps each file to its `size` and `sha256`. `step` (int) and `row_sums`
-        (tensor -> int) may be absent.
+        The manifest. `files` maps each file name to its `size` in bytes and `sha256`. `step` (int)
+        and `row_sums` (tensor -> checksum) may be absent.
 
     Raises:
-        CheckpointError: an entry has an unexpected form, or a file name leaves the folder.
+        CheckpointError: the content is no JSON, an entry has a wrong type, or a file name is no
+            path inside the checkpoint.
     """
     manifest = parse_json(content, source, CheckpointError)
     try:
@@ -230,7 +248,7 @@ def find_damaged_files(
     hashed: Collection[str] | None = None,
     files: Files | None = None,
 ) -> list[tuple[str, str]]:
-    """List the files of a checkpoint that differ from its manifest.
+    """List the files of a checkpoint that are missing or differ from its manifest.
 
     Args:
         folder: the checkpoint.
@@ -238,10 +256,10 @@ def find_damaged_files(
             the manifest.
         hashed: names of the files to read and hash. Of other files, only the size is compared. None
             hashes every file.
-        files: the manifest's entries, if they are known already.
+        files: the manifest's entries; None reads them from the committed manifest.
 
     Returns:
-        (file, fault) pairs; a fault completes a sentence, such as "is missing".
+        (file name, fault) pairs. The fault continues a sentence, such as "is missing".
 
     Raises:
         CheckpointError: the manifest is not valid, or a file cannot be read at the moment.
@@ -252,6 +270,7 @@ def find_damaged_files(
     names = sorted({*files, *sizes} - {MANIFEST, COMMIT}) if only is None else only
 
     def fault(name: str) -> str | None:
+        """Describe how a file differs from the manifest; None if it matches."""
         if name not in files:
             return "is not in the manifest"
         is_read = hashed is None or name in hashed
@@ -264,8 +283,8 @@ def find_damaged_files(
 def is_intact(checkpoint: store.Folder) -> bool:
     """Return True if a checkpoint is committed and its files match the manifest.
 
-    Of shards, only the size is compared; all other files are hashed. A checkpoint that cannot be
-    read at the moment is not intact.
+    For shards, only the size is compared; all other files are hashed. Files that the manifest does
+    not list are ignored. If the checkpoint cannot be read at the moment, the result is False.
     """
     try:
         files = read_manifest(checkpoint)["files"]
@@ -285,7 +304,10 @@ def describe_damage(
         file: the file.
         size: its size in bytes; -1 if it is missing or no regular file.
         expected: its manifest entry: `size`, and `sha256` or `xxh3`.
-        hashed: True also reads the file and compares its hash.
+        hashed: read the file and compare its hash, too. If False, only the size is compared.
+
+    Returns:
+        The end of a sentence, such as "is missing", or None.
 
     Raises:
         CheckpointError: the file cannot be read at the moment (too many open files, a stale handle,
@@ -325,7 +347,7 @@ def compute_commit_content(manifest: bytes) -> str:
 
 
 def _read_committed_manifest(checkpoint: store.Folder) -> tuple[bytes, str | None]:
-    """Read the manifest if it is committed.
+    """Read the manifest, and check that COMMIT holds its hash.
 
     Returns:
         (bytes of the manifest, None), or (b"", the reason why the checkpoint is not committed).
@@ -348,10 +370,10 @@ def _read_committed_manifest(checkpoint: store.Folder) -> tuple[bytes, str | Non
 
 
 def _describe_read_error(file: store.Folder, error: OSError) -> str:
-    """Describe why a file cannot be read, if the path is at fault.
+    """Describe an error of reading `file` that a retry would give again, such as a missing file.
 
     Raises:
-        CheckpointError: the disk is at fault, so that nothing is known about the file.
+        CheckpointError: the disk is at fault, so the state of the file is unknown.
     """
     if error.errno in _NO_FILE:
         return f"cannot be read: {error.strerror}"
@@ -362,10 +384,14 @@ def _describe_read_error(file: store.Folder, error: OSError) -> str:
 
 
 def begin_attempt(run: str | store.Folder, step: int) -> Any:
-    """Create the folder, or name the prefix on a store, for a new checkpoint; return it.
+    """Start a new checkpoint of `step`, and return its location for `commit`.
 
-    Leftovers of killed saves and deletions are removed first, because they may fill the disk. So
-    no other save of the run may be in progress.
+    On a disk, this creates an empty folder `step-N.tmp-*`. On a store, it only chooses a new
+    prefix. Leftovers of killed saves and deletions are deleted first, because they may fill the
+    disk. Therefore no other save of the run may be in progress.
+
+    Raises:
+        CheckpointError: the folder cannot be created.
     """
     root = store.parse_location(run) / CHECKPOINTS
     with raise_disk_errors(f"{root} cannot be used, a folder is expected"):
@@ -383,11 +409,11 @@ def store_files(folder: Path, names: Iterable[str], to: store.Folder | None = No
     Args:
         folder: the local folder that holds the files.
         names: names of the files in it.
-        to: the folder or prefix of the checkpoint. If it is None or `folder`, the files are only
-            fsynced, otherwise they are uploaded.
+        to: location of the checkpoint. If it is None or `folder`, the files are only fsynced. If it
+            is on a store, they are uploaded.
 
     Returns:
-        Name -> size in bytes and sha256.
+        Name -> {"size": bytes, "sha256": hash}.
     """
 
     def store_file(name: str) -> dict[str, Any]:
@@ -404,14 +430,18 @@ def store_files(folder: Path, names: Iterable[str], to: store.Folder | None = No
 def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
     """Commit the checkpoint that `begin_attempt` started; return its final location.
 
-    After the return, a power loss cannot undo the commit. This function only syncs folders, so
-    every rank must have fsynced its files (`store_files` does). One process that synced the files
-    of a thousand ranks would wait for as many round trips of a network disk. See [Note: order of
-    operations].
+    First, the sizes of all files are compared with the manifest. After the return, a power loss
+    cannot undo the commit. This function syncs only folders, so every rank must have synced its own
+    files (`store_files` does). See [Note: order of operations].
+
+    Args:
+        folder: the location from `begin_attempt`, with all files of the checkpoint.
+        step: the step.
+        manifest: content of manifest.json, which this function writes.
 
     Raises:
-        CheckpointError: the folder does not match `manifest`, or a disk or store failed. Earlier
-            committed checkpoints are unchanged, and `folder` remains.
+        CheckpointError: the folder does not match `manifest`, the manifest is too large, or a disk
+            or store failed. Earlier committed checkpoints are unchanged, and `folder` remains.
     """
     text = json.dumps(manifest, indent=1, sort_keys=True)
     if len(text) > MAX_JSON_BYTES:
@@ -428,9 +458,10 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
 
 
 def delete_attempts(folders: Iterable[Any]) -> None:
-    """Delete checkpoints, committed or not, so that a half-deleted one is never valid.
+    """Delete checkpoint folders, committed or not; a half-deleted one is never valid.
 
-    Tries every folder, then raises the first error. On NFS, a process may have a file open.
+    If a folder cannot be deleted (on NFS, a process may have a file open), the next ones are tried
+    before the first error is raised.
 
     Raises:
         OSError or CheckpointError: a checkpoint cannot be deleted.
@@ -449,10 +480,10 @@ def delete_attempts(folders: Iterable[Any]) -> None:
 
 
 def list_attempts(run: str | store.Folder) -> list[Attempt]:
-    """List all folders of a run that hold a save of a step, committed or not.
+    """List all saves of a run, committed or not, including damaged and half-deleted ones.
 
     They are sorted by step, then by the order of saving. If several saves of one step are
-    committed, the last of them is valid.
+    committed, the last of them is valid. Folders with other names are ignored.
     """
     unsorted = storage_of(store.parse_location(run) / CHECKPOINTS).attempts()
     # `step-000000007` would be a second folder of step 7.

@@ -45,7 +45,10 @@ class DiskEstimate:
 
     @property
     def total(self) -> int:
-        """All bytes that the disk must hold at one time, including those that are on it already."""
+        """Bytes that the disk must hold at one time, including those that are on it already.
+
+        Checkpoints on an object store are not counted.
+        """
         return (0 if self.store else self.checkpoint * self.checkpoints) + self.export
 
     def __str__(self) -> str:
@@ -67,16 +70,17 @@ def estimate_disk_use(
     *,
     file_bytes: int = 0,
 ) -> DiskEstimate:
-    """Estimate the disk space that a run still needs, and measure the free space. Reads no tensor.
+    """Estimate the disk space of all checkpoints and exports of a run, and measure the free space.
 
-    Old exports and damaged checkpoints that were renamed are not counted.
+    Reads no tensor. Exports and damaged checkpoints that were renamed (`.old-*`, `.bad-*`) are not
+    counted.
 
     Args:
         model: the model of the run, possibly on meta.
         output_dir: the run directory.
         cfg: says how many checkpoints are kept, and where.
-        max_steps: steps of the entire run. None if unknown: then the number of checkpoints is the
-            limit that `cfg` sets, and exports during the run are not counted.
+        max_steps: steps of the entire run. If None, the limit in `cfg` is the number of
+            checkpoints, and one export is counted.
         world_size: number of ranks.
         optim: says how large the optimizer state is.
         file_bytes: size of other files in each checkpoint.
@@ -113,7 +117,7 @@ def estimate_disk_use(
 
 
 def check_disk_space(estimate: DiskEstimate, cfg: CheckpointConfig) -> None:
-    """Raise a CheckpointError that says what to change if the run does not fit on the disk."""
+    """Raise a CheckpointError if `estimate` exceeds the free space; it says what to change."""
     missing_bytes = estimate.total - min(estimate.there, estimate.total) - estimate.free
     if missing_bytes > 0:
         limit = cfg.save_total_limit
@@ -128,7 +132,7 @@ def check_disk_space(estimate: DiskEstimate, cfg: CheckpointConfig) -> None:
 def estimate_checkpoint_bytes(
     model: nn.Module, world_size: int, optim: OptimConfig = _ADAMW
 ) -> int:
-    """Estimate the bytes of a checkpoint: model and optimizer tensors, assets, metadata."""
+    """Estimate the bytes of one checkpoint: model and optimizer tensors, assets, metadata."""
     tensors = model_tensors(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     chunks = len(tensors) + _MOMENTS * len(trained)
@@ -146,12 +150,14 @@ def count_checkpoints_on_disk(
 ) -> int:
     """Compute the largest number of checkpoints that are on the disk at one time.
 
-    This is `save_total_limit` plus one, because the new checkpoint is complete before an old one is
-    deleted, and plus one more with `keep_best`. A run with fewer saves has fewer checkpoints.
+    With a `save_total_limit`, it is the limit plus one, because an old checkpoint is deleted after
+    the new one is complete. `keep_best` adds another one. If fewer saves remain, or if there is no
+    limit, it is the number of all saves.
 
     Args:
         cfg: the limit and the interval of saves.
-        max_steps: steps of the entire run; None if unknown.
+        max_steps: steps of the entire run. If None, future saves are unknown: the result is the
+            limit or, without one, the number of existing checkpoints (at least 1).
         steps: steps of the checkpoints that exist already.
     """
     last_step, saved = max(steps, default=0), len(steps)  # present or still to come
@@ -164,9 +170,10 @@ def count_checkpoints_on_disk(
 
 
 def estimate_export_bytes(model: nn.Module) -> int:
-    """Estimate the bytes of an export, if all tensors have the source's most common dtype.
+    """Estimate the bytes of one export.
 
-    An export of a model with adapters holds the adapters only, in their own dtypes.
+    A full model counts as if all its tensors had the most common dtype of the source model, or
+    bfloat16 without a source. An export of adapters counts in their own dtypes.
     """
     tensors = model_tensors(model).values()
     if has_adapters(model):
@@ -177,6 +184,9 @@ def estimate_export_bytes(model: nn.Module) -> int:
 
 
 def _sum_folder_bytes(root: Path, aside: str) -> int:
-    """Sum the bytes of the folders in `root`, except those whose names contain `aside`."""
+    """Sum the bytes of the folders in `root`, except those whose names contain `aside`.
+
+    If `root` does not exist, the sum is 0.
+    """
     folders = root.iterdir() if root.is_dir() else ()
     return sum(folder_bytes(folder) for folder in folders if aside not in folder.name)

@@ -29,15 +29,16 @@ _DISK_FAILS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EREM
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A `Storage` on a disk, on which the suffix of a checkpoint folder's name tells its state."""
+    """The `Storage` on a disk; the suffix of a checkpoint folder's name is its state."""
 
     path: Path
     is_disk: ClassVar[bool] = True
 
     def files(self, only: Collection[str] | None = None) -> dict[str, int]:
-        """Map the relative names of files to their sizes in bytes; -1 for links and special files.
+        """Map the relative names of all files below this folder to their sizes in bytes.
 
-        With `only`, look only for these names. Files that are missing or below a link are skipped.
+        The size of a link or special file is -1. With `only`, look only for these names; files that
+        are missing or below a link are skipped.
         """
         folder = self.path
         if only is None:
@@ -64,21 +65,21 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def local_file(self) -> Iterator[Path]:
-        """Yield the path of this file, which is local already, as a context manager."""
+        """Yield the path of this file, as a context manager; it is local, so nothing is copied."""
         yield self.path
 
     def replace(self, content: str | bytes) -> None:
-        """Write this file atomically over an existing one, and fsync it."""
+        """Write this file atomically over an existing one, and fsync it; create its folder."""
         replace_synced(self.path, content)
 
     def put(self, source: Path) -> None:
-        """Fsync `source`, which is this file: on a disk, files are written in place."""
+        """Fsync `source`. It must be this file, because files on a disk are written in place."""
         fsync_path(source)
 
     def check_usable(self, setting: str) -> None:
         """Raise a ConfigError if this folder cannot be created, or the user may not write to it.
 
-        `setting` names the setting that gave the folder, for the error.
+        Nothing is written. `setting` is the name of the setting for this folder, for the error.
         """
         absolute = self.path.absolute()
         above = next(p for p in (absolute, *absolute.parents) if os.path.lexists(p))
@@ -92,11 +93,14 @@ class LocalFolder:
             )
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the file system that will hold this folder."""
+        """Return the free bytes of the file system of this folder, which need not exist yet."""
         return shutil.disk_usage(nearest_existing_folder(self.path)).free
 
     def attempts(self) -> Iterator[Attempt]:
-        """Yield the checkpoint folders in this folder, with the step and the kind from the name."""
+        """Yield the checkpoint folders in this folder; their names give step and kind.
+
+        A folder `step-N` counts as `tmp` if its save was killed just before the commit.
+        """
         for path in self.path.iterdir() if self.path.is_dir() else ():
             if match := _ATTEMPT.fullmatch(path.name):
                 kind = match[2] or ("tmp" if _is_unfinished(path) else "saved")
@@ -115,14 +119,18 @@ class LocalFolder:
         return self.path
 
     def committed_path(self, step: int) -> Path:
-        """Return the path that this attempt is renamed to by its commit: `step-N` next to it."""
+        """Return the path that `commit` renames this folder to: `step-N` next to it."""
         return self.path.with_name(step_name(step))
 
     def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Path], bool]) -> Path:
-        """Write the manifest, rename the folder to `step-N`, and create COMMIT.
+        """Write the manifest, rename this folder to `step-N`, and create COMMIT.
 
-        Each change is fsynced. If a rename fails, the renames are undone and the OSError is raised.
-        For the arguments see `Storage.commit`.
+        Each change is fsynced. A checkpoint that has the name `step-N` is renamed first (see
+        `move_existing_checkpoint`). If a rename fails, the renames are undone and the OSError is
+        raised. For the arguments see `Storage.commit`.
+
+        Returns:
+            The new path.
         """
         folder, target = self.path, self.committed_path(step)
         (folder / COMMIT).unlink(missing_ok=True)  # in a copy of a committed folder
@@ -146,6 +154,9 @@ class LocalFolder:
 
         Returns:
             The new path.
+
+        Raises:
+            CheckpointError: it cannot be renamed.
         """
         bad = new_attempt_name(self.path, "bad")
         with raise_disk_errors(f"{self.path} cannot be quarantined"):
@@ -170,31 +181,32 @@ class LocalFolder:
 
 
 def nearest_existing_folder(folder: Path) -> Path:
-    """Return `folder` if it exists, otherwise its nearest parent that exists."""
+    """Return `folder` as an absolute path if it exists, otherwise its nearest existing parent."""
     folder = folder.absolute()
     return folder if folder.is_dir() else nearest_existing_folder(folder.parent)
 
 
 def new_attempt_name(folder: Path, kind: str) -> Path:
-    """Return the path `step-N.KIND-*` for a checkpoint folder, with random digits at the end.
+    """Return the path `step-N.KIND-*` next to `folder`, with random digits at the end.
 
-    A kind that the name of `folder` already has is replaced.
+    An earlier `.KIND-*` suffix of `folder` is replaced. Nothing is renamed.
     """
     return folder.with_name(f"{folder.name.partition('.')[0]}.{kind}-{os.urandom(4).hex()}")
 
 
 def move_existing_checkpoint(target: Path, verifies: Callable[[Path], bool]) -> Path | None:
-    """Rename a folder `target` that exists, so that a new checkpoint can take its name.
+    """Rename the folder `target`, if it exists, so that a new checkpoint can take its name.
 
     The new suffix is `.old-*` for an intact checkpoint, `.bad-*` for a damaged one and `.trash-*`
-    for an unfinished save. An earlier `.old-*` folder of the step becomes `.trash-*`.
+    for an unfinished save. If it becomes `.old-*`, earlier `.old-*` folders of the step become
+    `.trash-*`.
 
     Args:
         target: the final path of the new checkpoint.
         verifies: returns True if a checkpoint is intact.
 
     Returns:
-        The new path of an intact checkpoint; None if there was none.
+        The `.old-*` path of an intact checkpoint; None if there was none.
     """
     if not os.path.lexists(target):
         return None
@@ -233,7 +245,10 @@ def _undo_renames(folder: Path, target: Path, aside: Path | None) -> None:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Return True if a save was killed after the rename to `step-N` and before COMMIT existed."""
+    """Return True if a save was killed after the rename to `step-N` and before COMMIT existed.
+
+    Such a folder has COMMIT.prepared and no COMMIT.
+    """
     return os.path.lexists(path / _PREPARED) and not os.path.lexists(path / COMMIT)
 
 
@@ -246,9 +261,9 @@ def is_disk_failure(error: BaseException | None) -> bool:
 
 
 def disk_error(failure: str, error: BaseException) -> CheckpointError:
-    """Build a CheckpointError with the message `failure`, the cause on the disk, and advice.
+    """Build a CheckpointError from `failure`, the OSError behind `error`, and advice.
 
-    It is a `StorageError` if the disk is full or broken.
+    It is a `StorageError` if the disk is full or broken. The OSError may be a cause of `error`.
     """
     # torch reports a full disk as "unexpected pos 704 vs 598" and keeps the cause as its context.
     cause: Any = error
@@ -269,7 +284,10 @@ def disk_error(failure: str, error: BaseException) -> CheckpointError:
 
 @contextlib.contextmanager
 def raise_disk_errors(failure: str) -> Iterator[None]:
-    """Convert an OSError in the context to a CheckpointError that begins with `failure`."""
+    """Convert an OSError in the context to a CheckpointError that begins with `failure`.
+
+    It is a `StorageError` if the disk is full or broken; see `disk_error`.
+    """
     try:
         yield
     except OSError as error:

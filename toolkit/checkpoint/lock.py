@@ -36,7 +36,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class _HeldLock:
-    """A lock that this process holds on a folder, and the token that its note contains."""
+    """A lock that this process holds on a folder; `token` identifies it in the lock file."""
 
     file: Any  # a path, or an object
     descriptor: int  # open, and thus locked, until the process ends; -1 on a store
@@ -50,8 +50,10 @@ _held_locks: dict[Folder, _HeldLock] = {}
 def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
     """Lock a run's folder, so that no other process writes there until this process ends.
 
-    The lock is a file with a note on its owner: host, process id and job. `release` unlocks it.
-    Takes 75 s if the note is from another host, and two requests on a store.
+    The lock is a file that describes its owner: host, process id and job. `release` unlocks it. If
+    the file is from another host, this waits up to 75 s to see if that owner still runs. On a
+    store, it takes two requests and only replaces the file. Does nothing if this process holds the
+    lock already.
 
     Args:
         folder: the folder, which is created if necessary.
@@ -59,8 +61,7 @@ def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
         setting: the setting that names the folder, for errors.
 
     Returns:
-        A log line if a process that has ended left its note, or if the file system has no locks.
-        Otherwise an empty string.
+        A log line if an earlier owner left its file or the file system has no locks, otherwise "".
 
     Raises:
         ConfigError: another process uses the folder (the error names it).
@@ -103,9 +104,12 @@ def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
 
 
 def _acquire_on_store(place: Any, job: str) -> str:
-    """Write this process's note to a store; return a log line if it replaces another note.
+    """Write this process's lock file to a store; return a log line if it replaces another one.
 
-    A store has no locks, so another owner that still runs is only refused at its next save.
+    A store has no locks. If the other owner still runs, it is refused at its next save.
+
+    Returns:
+        The log line; "" if there was no lock file.
     """
     lock = _HeldLock(place / LOCK, -1, os.urandom(8).hex(), threading.Event())
     before = _read_note(lock.file)
@@ -120,8 +124,8 @@ def _acquire_on_store(place: Any, job: str) -> str:
 def release(folder: Folder) -> None:
     """Unlock the folder, if this process has locked it.
 
-    While a save is in progress this does nothing, so the lock ends with the process. An empty
-    folder is removed.
+    If a save in the background is running, nothing is done, and the lock ends with the process. A
+    folder that holds only the lock file is removed.
     """
     if background.is_running() or (lock := _held_locks.pop(folder.resolve(), None)) is None:
         return
@@ -141,11 +145,10 @@ def release(folder: Folder) -> None:
 
 
 def check_held() -> None:
-    """Check that this process still holds the folders that it has locked.
+    """Raise a CheckpointError if this process has lost a folder that it had locked.
 
-    Raises:
-        CheckpointError: another process has taken over a folder, or a lock file was removed or
-            emptied or cannot be read.
+    It has if another process has taken the folder over, or if the lock file was removed or emptied.
+    Also raised if the lock file cannot be read.
     """
     for lock in _held_locks.values():
         with raise_disk_errors(f"{lock.file} cannot be read"):
@@ -166,14 +169,17 @@ def _in_use_error(setting: str, folder: Path, owner: dict[str, Any]) -> ConfigEr
 
 
 def _format_lock_content(job: str, lock: _HeldLock) -> bytes:
-    """Format the content of the lock file: a JSON object on this process, with the lock's token."""
+    """Format a lock file as JSON: host, process id, job, boot, time and token of this process."""
     owner = {"host": platform.node(), "pid": os.getpid(), "job": job, "kernel": _kernel_id()}
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return (json.dumps({**owner, "since": since, "token": lock.token}) + "\n").encode()
 
 
 def _describe_owner(owner: dict[str, Any]) -> str:
-    """Format the note of a lock's owner (host, process id, start, job) for messages."""
+    """Format the owner that a lock file describes (host, process id, start, job) for messages.
+
+    An empty `owner` stands for a process that is just starting or ending.
+    """
     if not owner:
         return "another process, which is just starting or ending"
     job = f", job {owner['job']}" if owner.get("job") else ""
@@ -181,7 +187,7 @@ def _describe_owner(owner: dict[str, Any]) -> str:
 
 
 def _read_note(file: Folder) -> dict[str, Any]:
-    """Read the note in a lock file; return {} if the file is missing or its JSON is incomplete."""
+    """Read the owner from a lock file; return {} if there is no file or no complete JSON."""
     # The file is opened again each time, because an NFS client then queries the server.
     try:
         return _parse_note(file.read_bytes())
@@ -190,7 +196,7 @@ def _read_note(file: Folder) -> dict[str, Any]:
 
 
 def _parse_note(content: bytes) -> dict[str, Any]:
-    """Parse the note of a lock's owner; return {} if it is not a complete JSON object."""
+    """Parse a lock file's content; return {} if it is not a complete JSON object."""
     try:
         note = json.loads(content[:4096])
     except ValueError:
@@ -199,9 +205,10 @@ def _parse_note(content: bytes) -> dict[str, Any]:
 
 
 def _is_owner_alive(file: Path, owner: dict[str, Any]) -> bool:
-    """Watch the lock file for up to 75 s; return True if it changes and still has an owner.
+    """Watch a lock file for up to 75 s; return True if its owner touches or rewrites it meanwhile.
 
-    Prints a line before it waits.
+    Returns False if the file does not change, or if the change was the owner's release. Prints a
+    line before it waits.
     """
     print(
         f"watching   for {_WATCH:.0f} s whether {_describe_owner(owner)} still uses {file.parent}",
@@ -216,7 +223,10 @@ def _is_owner_alive(file: Path, owner: dict[str, Any]) -> bool:
 
 
 def _modification_ns(file: Path) -> int:
-    """Return the modification time of a file in nanoseconds, queried from the file server."""
+    """Return the modification time of a file in nanoseconds.
+
+    Opens the file, because an NFS client then queries the server.
+    """
     with open(file, "rb") as f:
         return os.fstat(f.fileno()).st_mtime_ns
 
@@ -232,7 +242,7 @@ def _touch_until_released(lock: _HeldLock, file: Path) -> None:
 
 
 def _kernel_id() -> str:
-    """Return an identifier that differs for each host and each boot."""
+    """Return an identifier that differs for each host and, on Linux, for each boot."""
     return _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
 
 

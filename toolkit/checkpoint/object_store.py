@@ -26,7 +26,8 @@ _DELETED_AT_ONCE = 8
 class RemotePath:
     """A path on an object store, with methods of `pathlib.Path` and of `Storage`.
 
-    It is the key of an object, or a prefix that acts as a folder.
+    It is the key of an object, or a prefix that acts as a folder. Failed requests raise a
+    StorageError.
     """
 
     url: str
@@ -66,7 +67,7 @@ class RemotePath:
             return self.fs.cat_file(self.path)
 
     def write_bytes(self, content: bytes) -> None:
-        """Create or replace the object, atomically if the store guarantees that."""
+        """Create or replace the object; this is atomic if the store guarantees that."""
         with _driver_errors(f"{self} cannot be written"):
             self.fs.pipe_file(self.path, content)
 
@@ -74,7 +75,8 @@ class RemotePath:
     def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
         """Open the object as a stream, as a context manager; `mode` is `rb` or `wb`.
 
-        A written object appears when the context ends without an error; otherwise it is discarded.
+        A written object appears when the context ends without an error. After an error it is
+        discarded, if the driver can do that. A missing object raises a FileNotFoundError.
         """
         reads = mode == "rb"
         failure = f"{self} cannot be {'read' if reads else 'written'}"
@@ -133,7 +135,7 @@ class RemotePath:
     def check_usable(self, setting: str) -> None:
         """Write, read, list and delete a small object; raise a CheckpointError if that fails.
 
-        `setting` names the setting that gave the URL, for the error.
+        `setting` is the name of the setting for this URL, for the error.
         """
         # Each rank of a large run does this next to the checkpoints, so each uses a unique prefix.
         folder = self / f"probe-{os.urandom(8).hex()}"
@@ -153,7 +155,11 @@ class RemotePath:
         """Return None, because a store does not report its free space."""
 
     def attempts(self) -> Iterator[Attempt]:
-        """Yield each prefix below this one that holds a save of a step, with its kind."""
+        """Yield the saves below this prefix, with step, kind and order.
+
+        Objects BAD and COMMIT decide the kind: `bad`, `saved` or else `tmp`. A `step-N` prefix
+        without COMMIT is skipped, because somebody may still be copying it.
+        """
         names: dict[str, set[str]] = {}
         for path in self.files():
             folder, _, name = path.partition("/")
@@ -187,15 +193,16 @@ class RemotePath:
         return self
 
     def quarantine(self) -> "RemotePath":
-        """Write the object `BAD` into this damaged checkpoint; return the path of the object.
+        """Mark this damaged checkpoint with an object `BAD`, so that it is never read.
 
-        A checkpoint with this object is never read.
+        Returns:
+            The path of the object.
         """
         (self / BAD).write_bytes(b"failed verification; kept for a look, never read\n")
         return self / BAD
 
     def delete(self) -> None:
-        """Delete all objects of this checkpoint, COMMIT first."""
+        """Delete all objects of this checkpoint, COMMIT first. Missing objects are no error."""
         (self / COMMIT).unlink()
         names = list(self.files())
         if _can_delete_lists(self.fs, [f"{self.path}/{name}" for name in names]):
@@ -209,10 +216,11 @@ class RemotePath:
             list(pool.map(lambda name: (self / name).unlink(), names))
 
     def download(self, folder: Path) -> None:
-        """Copy all objects of a checkpoint into the local `folder`, and print that to stderr.
+        """Copy all objects of a checkpoint into the local `folder`, and announce that on stderr.
 
         Raises:
-            CheckpointError: the temporary disk has too little space, or a name leaves the folder.
+            CheckpointError: the disk for temporary files has too little space, or an object's name
+                is no path inside the folder.
             StorageError: the store failed.
         """
         files = self.files()
@@ -236,7 +244,8 @@ def parse_store_url(url: str) -> RemotePath:
     """Parse a URL into a path on an object store. Sends no request.
 
     Raises:
-        CheckpointError: the URL contains credentials, or its fsspec driver is not installed.
+        CheckpointError: the URL contains credentials, options or a chain of file systems, or its
+            fsspec driver is not installed.
     """
     url = url.rstrip("/")
     parts = urllib.parse.urlsplit(url)
@@ -262,7 +271,8 @@ def _can_delete_lists(fs: Any, paths: list[str]) -> bool:
 
     The driver of S3 deletes 1,000 objects per request, the one of Google Cloud Storage 100. The
     default implementation in fsspec sends one request per object. Drivers treat `*`, `?` and `[` as
-    patterns, so the answer is False if a path contains one of them.
+    patterns, so the result is False if a path contains one of them. It is also False for an empty
+    list.
     """
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem

@@ -39,7 +39,12 @@ Values = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def encode(origin: Origin, values: Values) -> bytes:
-    """Encode the reference values of preference tuning and their origin as a safetensors file."""
+    """Encode reference values and their origin as the bytes of a safetensors file.
+
+    Args:
+        origin: everything that the values depend on.
+        values: table -> (answers, their log-probabilities under the reference model).
+    """
     tensors = {}
     for name, (answers, logps) in values.items():
         tensors[name + _ANSWERS] = np.ascontiguousarray(answers, np.int64)
@@ -77,7 +82,10 @@ def decode(content: bytes, file: object) -> tuple[Origin, Values]:
 
 
 def _is_valid_table(answers: np.ndarray, logps: np.ndarray) -> bool:
-    """Return True if both arrays have the expected dtypes, equal lengths and finite values."""
+    """Return True if both arrays have the expected dtypes, equal lengths and valid values.
+
+    Answers are non-negative int64, log-probabilities are finite float32.
+    """
     kinds = answers.dtype == np.int64 and logps.dtype == np.float32
     shapes = answers.ndim == 1 and answers.shape == logps.shape
     return bool(kinds and shapes and (answers >= 0).all() and np.isfinite(logps).all())
@@ -87,9 +95,10 @@ def _is_valid_table(answers: np.ndarray, logps: np.ndarray) -> bool:
 
 
 def write_part(root: Folder, number: int, origin: Origin, values: Values) -> None:
-    """Write a part of the reference values to `reference.parts` in `root`, durably.
+    """Write one part of the reference values to a new file in `reference.parts`, durably.
 
-    A pass that computes the values writes them in parts, so that a restart can continue it.
+    The values are computed in parts, so that a restart can continue an unfinished computation. The
+    file name contains the number and a hash of the content.
 
     Args:
         root: the folder that holds the checkpoints of the run.
@@ -113,7 +122,7 @@ def write_part(root: Folder, number: int, origin: Origin, values: Values) -> Non
 
 @dataclass
 class ReferenceParts:
-    """The files in `reference.parts`: results of an unfinished pass for reference values."""
+    """The files in `reference.parts`: results of an unfinished computation of reference values."""
 
     intact: dict[str, tuple[Origin, Values]]  # by the name of the file, in their order
     damaged: list[str]  # names of files whose content is not what was written
@@ -121,10 +130,13 @@ class ReferenceParts:
 
 
 def read_parts(root: Folder) -> ReferenceParts:
-    """Read the files of `reference.parts` in `root`; files with a wrong hash count as damaged.
+    """Read the files of `reference.parts` in `root`; the result is empty if there are none.
+
+    A file whose content does not match the hash in its name is listed as damaged. Files with other
+    names are ignored.
 
     Raises:
-        CheckpointError: the disk or store failed, or a file of intact bytes cannot be decoded.
+        CheckpointError: the disk or store failed, or a file with the right hash cannot be decoded.
     """
     folder, parts = root / PARTS, ReferenceParts({}, [], 0)
     with raise_disk_errors(f"{folder} cannot be read"):
@@ -153,7 +165,11 @@ def delete_part(root: Folder, name: str) -> None:
 
 
 def delete_parts(root: Folder) -> None:
-    """Delete `reference.parts` with all its files, if it exists."""
+    """Delete `reference.parts` in `root` with all its files, if it exists.
+
+    Raises:
+        OSError or StorageError: it cannot be deleted.
+    """
     folder = root / PARTS
     if isinstance(folder, Path):
         if folder.is_dir():

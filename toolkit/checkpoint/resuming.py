@@ -56,10 +56,11 @@ def resume(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> i
     """Restore `state` from the newest checkpoint that verifies; return its step. Collective.
 
     The model must be materialised, and the number of ranks may differ from that of the save.
-    Learning rate and weight decay stay those of this run; the schedule moves to the step.
+    Learning rate and weight decay stay those of this run; the schedule moves to the saved step.
+    Damaged checkpoints are quarantined; see `find_newest`.
 
     Returns:
-        The step; None if the run has no checkpoint.
+        The step; None if no checkpoint verifies. `state` is then unchanged.
 
     Raises:
         CheckpointError: the checkpoint lacks a part of `state` (the error names it), or its tensors
@@ -76,23 +77,26 @@ def find_resumable(
 ) -> Folder | None:
     """Find the checkpoint to resume from, and check that it is of this model. Collective.
 
+    Damaged checkpoints are quarantined; see `find_newest`.
+
     Args:
         run_dir: the run directory, or the location that holds its checkpoints.
         model: the model of the run; weights are not needed.
         position: the data position, which is set to the one in the checkpoint. The number of steps
-            and the global batch depend on it, so they are known before `restore`.
+            and the global batch depend on it, so they are known before `restore`. None: not set.
         cfg: says how to verify checkpoints.
 
     Returns:
         The newest checkpoint that verifies, for `restore`; None if the run has none.
 
     Raises:
-        CheckpointError: no checkpoint verifies and some were quarantined, the checkpoint is of
-            another model, or it holds no position.
+        CheckpointError: all checkpoints are damaged, the newest intact one is of another model, or
+            it holds no data position.
     """
     saved = find_newest(run_dir, (cfg or CheckpointConfig()).verify_on_resume)
 
     def check_and_move() -> None:
+        """Check the checkpoint against the model, and set the data position to the saved one."""
         if saved is None:
             check_fresh_start(run_dir)
             return
@@ -109,8 +113,8 @@ def find_resumable(
 def find_newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     """Find the newest checkpoint of a run that verifies. Collective.
 
-    Damaged checkpoints are renamed and reported in a warning; nothing is deleted. Waits for a save
-    in the background.
+    Damaged checkpoints are renamed on the way and reported in a warning; nothing is deleted. Waits
+    for a save in the background.
 
     Args:
         run_dir: the run directory, or the location that holds its checkpoints.
@@ -122,7 +126,7 @@ def find_newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
 
     Raises:
         CheckpointError: a folder has the name of another step, or cannot be read at the moment.
-            That does not prove damage, so nothing is renamed.
+            That does not prove damage, so it is not renamed.
     """
     background.wait()
     run = ranks.on_all(lambda: parse_location(run_dir))
@@ -142,7 +146,10 @@ def find_newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
 
 
 def check_fresh_start(run_dir: str | Folder) -> None:
-    """Raise a CheckpointError if the run has checkpoints and all of them were quarantined."""
+    """Raise a CheckpointError if a run has quarantined checkpoints and no committed one.
+
+    It prevents a run from silently starting from scratch. Call it if no checkpoint was found.
+    """
     attempts = commit.list_attempts(run_dir)
     quarantined = [a.folder.name for a in attempts if a.kind == "bad"]
     if quarantined and not commit.latest_attempts(attempts):
@@ -156,7 +163,7 @@ def check_fresh_start(run_dir: str | Folder) -> None:
 def quarantine(checkpoint: str | Folder, fault: str) -> None:
     """Rename a damaged checkpoint so that it is never read, and log a warning. Collective.
 
-    Nothing is deleted. `fault` says what is wrong with the checkpoint.
+    On a store, it is marked by an object instead. `fault` describes the damage for the warning.
     """
     checkpoint = parse_location(checkpoint)
     new_name = ranks.on_main(lambda: str(storage_of(checkpoint).quarantine()))
@@ -167,9 +174,16 @@ def quarantine(checkpoint: str | Folder, fault: str) -> None:
 
 
 def _find_damage(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
-    """List (file, fault) of the damaged files of a checkpoint on every rank. Collective.
+    """List the damaged files of a checkpoint; every rank gets the full list. Collective.
 
     The ranks divide the files to hash by size. Rank 0 logs bytes and seconds.
+
+    Args:
+        checkpoint: the checkpoint.
+        verify: `bytes` or `sizes`; see `find_newest`.
+
+    Returns:
+        (file name, fault) pairs; empty if the checkpoint is intact.
     """
     start_time = time.perf_counter()
 
@@ -204,7 +218,8 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
     """Raise a CheckpointError if a checkpoint is of another architecture; reads no tensor.
 
     Compares config.json, because two models may agree in every shape and still compute different
-    values (heads, rotary base, activation). For adapters, their settings and base are compared too.
+    values (heads, rotary base, activation). Settings and base of adapters are compared too. Without
+    assets of the model or a saved config, only the adapters are compared.
 
     Raises:
         CheckpointError: a setting or the base differs (the error names it).
@@ -225,7 +240,11 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
 
 
 def restore(state: TrainState, saved: Folder | None) -> int | None:
-    """Restore `state` in place from a checkpoint and return its step; see `resume`. Collective.
+    """Restore `state` in place from a checkpoint and return its step. Collective.
+
+    Sets weights, optimizer state, schedule, data position, counters and random state. Then
+    checksums of the loaded tensors are compared with those in the manifest. Errors are those of
+    `resume`.
 
     Args:
         state: the state of the run, with a materialised model.
@@ -268,6 +287,7 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     read_tensors(checkpoint / DCP, table, tensors)
 
     def apply_content() -> None:
+        """Set everything of `state` except the model's tensors, which are loaded already."""
         if has_adapters(state.model):
             assets_of(state.model).continued = (content.get("adapter") or {}).get("continued")
         with raise_bad_state(checkpoint):
@@ -290,13 +310,13 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
 
 
 def _check_bit_sums(checkpoint: Folder, tensors: Tensors) -> None:
-    """Compare checksums of the loaded `tensors` with those taken when they were saved. Collective.
+    """Compare checksums of loaded tensors with those that were saved with them. Collective.
 
-    See [Note: proof of a save]. Exchanges 8 bytes per tensor. Rank 0 logs how many tensors have no
-    checksum or are not sharded by rows, and so were not compared.
+    See [Note: proof of a save]. Exchanges 8 bytes per tensor. Tensors without a saved checksum, and
+    tensors that are not sharded by rows, are skipped; rank 0 logs how many.
 
     Raises:
-        CheckpointError: tensors differ (the error names some).
+        CheckpointError: on every rank: tensors differ (the error names some).
     """
     saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(ROW_SUMS, {}))
     names = sorted(n for n, tensor in tensors.items() if n in saved and is_sharded_by_rows(tensor))
@@ -320,10 +340,10 @@ def _check_bit_sums(checkpoint: Folder, tensors: Tensors) -> None:
 def find_wrong_sums(tensors: Tensors, expected: dict[str, int]) -> list[str]:
     """List the names of tensors whose checksum in memory differs from `expected`. Collective.
 
-    See [Note: bit sums]. Exchanges 8 bytes per tensor.
+    See [Note: bit sums]. Exchanges 8 bytes per tensor. In a `fake_world`, the list is empty.
 
     Args:
-        tensors: tensors that are sharded by rows, or not at all.
+        tensors: name -> tensor, sharded by rows or not at all; the same names on every rank.
         expected: name -> checksum of the full tensor.
     """
     shares = ranks.on_all(lambda: [int(part_sums(tensor)[1]) for tensor in tensors.values()])
@@ -339,7 +359,10 @@ def find_wrong_sums(tensors: Tensors, expected: dict[str, int]) -> list[str]:
 
 
 def _read_dcp_metadata(checkpoint: Folder) -> Metadata:
-    """Read and parse the `.metadata` file of a checkpoint's shards."""
+    """Read and parse the `.metadata` file of a checkpoint's shards.
+
+    On a disk, it also checks that the shard files exist and are large enough.
+    """
     file = storage_of(checkpoint / DCP / METADATA_FILE)
     with file.local_file() as local:
         # The shards on a store are not next to the local copy; their sizes were compared before.
@@ -347,10 +370,10 @@ def _read_dcp_metadata(checkpoint: Folder) -> Metadata:
 
 
 def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
-    """Restore this rank's random state.
+    """Restore this rank's random state from a checkpoint.
 
-    If the number of ranks or the device type changed, a new state is derived from the seed instead,
-    and rank 0 logs that.
+    If the number of ranks or the device type has changed, a new state is derived from seed and
+    step, and rank 0 logs that. `content` is the content of state.json.
     """
     before = (content["world_size"], content.get("device", "cpu"))
     now = (ranks.world_size(), rng_device())

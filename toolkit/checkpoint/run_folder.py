@@ -57,7 +57,7 @@ _PATIENCE = 5.0
 
 
 class RunFolder:
-    """The output_dir of a run, locked until the run ends. Every rank calls the methods."""
+    """The output_dir of a run, locked until the run ends. Every rank creates and uses it."""
 
     def __init__(self, cfg: RunConfig, run: "Run") -> None:
         """Check that the folders are free or hold this run, and lock them.
@@ -83,20 +83,22 @@ class RunFolder:
         self.holds_work = self.before is not None  # metrics or checkpoints of an earlier start
 
     def set_config(self, cfg: RunConfig) -> None:
-        """Replace the config that `save_config` will write, after `auto` was resolved."""
+        """Replace the config that `save_config` will write, after `auto` settings were resolved."""
         self._cfg = cfg
 
     def save_config(
         self, state: "TrainState", data: "TrainingData", *, has_ended: bool = False
     ) -> None:
-        """Write config.yaml, log changed settings, and rename outdated exports. Collective.
+        """Write config.yaml, log changed settings, and discard outdated results. Collective.
 
-        Samples of steps after `state.step` are dropped, and exports of these steps are renamed,
-        because this start trains the steps again. If the run has no step left, nothing is written.
+        This start trains the steps after `state.step` again, so samples of these steps are deleted
+        and exports of these steps are renamed to `step-N.old-*`. If the run has no step left,
+        nothing is written.
 
         Args:
             state: the state that training starts from.
-            data: holds the global batch and the accumulation in use.
+            data: holds the global batch and the accumulation in use, which are written to the
+                config.
             has_ended: True if an earlier start ended the run early, so that no step is left.
         """
         if state.step:
@@ -133,7 +135,7 @@ class RunFolder:
         ranks.log_once(*ranks.on_main(lambda: self._rename_later_exports(state.step)))
 
     def _rename_later_exports(self, after: int) -> list[str]:
-        """Rename the exports of steps after `after` to `step-N.old-*`; return log lines."""
+        """Rename the exports of steps after `after` to `step-N.old-*`; return their log lines."""
         folders = sorted((self.path / EXPORTS).glob("step-" + "[0-9]" * 8))
         with raise_disk_errors(f"exports of {self.path} cannot be renamed"):
             return [rename_old_export(f) for f in folders if f.name > commit.step_name(after)]
@@ -170,12 +172,12 @@ def checkpoint_root(cfg: Any) -> Any:
 
 
 def default_export_path(folder: Path) -> Path:
-    """Return the default path for the export of the run `folder`: `folder` with `-hf` appended."""
+    """Return the default path for an export of a run: the path of the run with `-hf` appended."""
     return Path(f"{folder if folder.name not in ('', '..') else folder.resolve()}-hf")
 
 
 def read_raw_config(run: Path) -> dict[str, Any]:
-    """Read a run's config.yaml as an unvalidated dict; return {} if it cannot be read.
+    """Read a run's config.yaml as a dict, without validation; return {} if it cannot be read.
 
     This works for configs of every recipe and version.
     """
@@ -187,9 +189,10 @@ def read_raw_config(run: Path) -> dict[str, Any]:
 
 
 def find_checkpoint_root(run: Path) -> Folder:
-    """Find the folder or URL that holds a run's checkpoints, by its recorded `checkpoint.root`.
+    """Find the folder or URL that holds a run's checkpoints, as its config.yaml recorded it.
 
-    A folder that is not a run, or that holds checkpoints without metrics, is returned unchanged.
+    Returns `run` itself if it holds the checkpoints, has no readable config, or is a
+    `checkpoint.root` (checkpoints without metrics).
     """
     recorded = read_raw_config(run)
     root = get_mapping(recorded, "checkpoint").get("root")
@@ -205,11 +208,11 @@ def find_checkpoint_root(run: Path) -> Folder:
 
 
 def resolve_recorded_path(place: Path, written: Any, other: str) -> Path:
-    """Resolve the relative path `other` in a recorded config to a path that exists today.
+    """Resolve the path `other` in a recorded config to a path that exists today.
 
-    Recorded paths are relative to the folder that the run was started in, which is not recorded.
-    It follows from another path of the config whose location is known. For example, if the config
-    has `out/run`, which is `/data/out/run` today, `other` is looked for in `/data`.
+    Recorded paths are relative to the folder in which the run was started. That folder is not
+    recorded, but follows from another path of the config whose location is known. For example, if
+    the config has `out/run`, which is `/data/out/run` today, `other` is looked for in `/data`.
 
     Args:
         place: the current location of the path `written`.
@@ -232,14 +235,17 @@ def resolve_recorded_path(place: Path, written: Any, other: str) -> Path:
 def local_copy(path: str | Path) -> Iterator[Path]:
     """Yield a local folder with a run or checkpoint; use it as a context manager.
 
-    `path` may be a folder, a URL, or a run whose `checkpoint.root` is elsewhere. A folder on a disk
-    is used as it is. From a store, the checkpoint (for a run: the newest committed one) is copied
-    to a temporary folder below TMPDIR, with the config and metrics of the run. The copy is deleted
-    at the end, and a line on stderr reports it.
+    A folder on a disk is yielded as it is. From a store, the checkpoint (for a run: the newest
+    committed one) is copied to a temporary folder below TMPDIR, with the config and metrics of the
+    run. That is printed to stderr. The copy is deleted when the context ends.
+
+    Args:
+        path: a folder or URL of a run or checkpoint. The checkpoints of a run may be elsewhere
+            (`checkpoint.root`).
 
     Raises:
         CheckpointError: no checkpoint is committed, the store cannot be read, or the disk has no
-            room for the copy.
+            room for the copy. A missing folder on a disk is no error here.
     """
     place: Any = parse_location(path)
     if not is_url(path):
@@ -264,15 +270,18 @@ def local_copy(path: str | Path) -> Iterator[Path]:
 
 
 def validate_run_folders(cfg: Any) -> Any:
-    """Check that output_dir and `checkpoint.root` are empty or belong to this run; write no file.
+    """Check that output_dir and `checkpoint.root` can hold this run, and return its earlier config.
 
-    A `checkpoint.root` on a store is tested with a small object, which is deleted again.
+    Each folder must be empty or new, or belong to this run. Writes no file, except that a
+    `checkpoint.root` on a store is tested with a small object, which is deleted again.
 
     Returns:
-        The config that an earlier start recorded; None if no start left metrics or checkpoints.
+        The config that an earlier start recorded in output_dir; None if no start left metrics or
+        checkpoints there.
 
     Raises:
-        ConfigError: a folder holds another run, or files that do not belong to a run.
+        ConfigError: a folder cannot be written to, holds another run, or holds files that do not
+            belong to a run; or the checkpoints of this run are in another `checkpoint.root`.
         CheckpointError: `checkpoint.root` is on a store that cannot be read or written.
     """
     folder, root = Path(cfg.output_dir), checkpoint_root(cfg)
@@ -316,13 +325,14 @@ def validate_run_folders(cfg: Any) -> Any:
 def read_recorded_config(cfg: Any) -> Any:
     """Read the config that an earlier start of this run recorded.
 
-    It is in output_dir or next to the checkpoints.
+    It is in output_dir if that has metrics or checkpoints, or else next to the checkpoints in
+    `checkpoint.root`.
 
     Returns:
         A config of the class of `cfg`; None if no start left metrics or checkpoints.
 
     Raises:
-        ConfigError: the file is damaged, or holds a run of another kind.
+        ConfigError: the file is damaged, or holds a run of another kind (recipe).
     """
     folder, root = Path(cfg.output_dir), checkpoint_root(cfg)
     if (folder / CONFIG).is_file() and _has_progress(folder):
@@ -333,15 +343,17 @@ def read_recorded_config(cfg: Any) -> Any:
 
 
 def _has_progress(folder: Path) -> bool:
-    """Return True if output_dir holds metrics or a committed checkpoint of an earlier start."""
+    """Return True if the folder holds metrics or a committed checkpoint of an earlier start."""
     return (folder / METRICS).is_file() or bool(committed_steps(folder))
 
 
 def apply_recorded_adapter(cfg: Any, recorded: Any) -> Any:
-    """Return `cfg` with the settings that an earlier start took from the adapter in `lora.from`.
+    """Return `cfg` with the adapter settings (rank, targets, ...) that an earlier start recorded.
 
-    With them, a resume does not need that adapter. Settings that the user gave with another value
-    are kept, so that the difference can be reported. Without `lora.from`, `cfg` is returned.
+    That start took them from the adapter in `lora.from`, so a resume does not need the adapter. If
+    the user has set one of them to another value, that value is kept, so that a later check reports
+    the difference. `cfg` is returned unchanged without `lora.from`, or if it differs from the
+    recorded one.
     """
     lora = getattr(cfg, "lora", None)
     if lora is None or lora.from_ is None or recorded.lora.from_ != lora.from_:
@@ -356,18 +368,20 @@ def apply_recorded_adapter(cfg: Any, recorded: Any) -> Any:
 
 
 def check_shared_folder(folder: Path) -> None:
-    """Raise a LaunchError unless all hosts see what rank 0 writes to `folder`. Collective.
+    """Raise a LaunchError unless every rank sees a file that rank 0 writes to `folder`. Collective.
 
-    Rank 0 writes a small file to the folder or its nearest parent, and deletes it. This takes up to
-    5 s, a broadcast and a gather. With one rank, nothing is done.
+    Rank 0 writes a small file to the folder or its nearest existing parent, and deletes it. This
+    takes up to 5 s, a broadcast and a gather. With one rank, nothing is done.
 
     Raises:
         LaunchError: some hosts do not see the file (the error names them).
+        CheckpointError: rank 0 cannot write to the folder.
     """
     if ranks.world_size() == 1:
         return
 
     def write() -> Path:
+        """Create an empty file with a random name; return its path."""
         token = nearest_existing_folder(folder) / f"{_TOKEN}{os.urandom(8).hex()}"
         with raise_disk_errors(f"{folder} cannot be written to"):
             token.touch()
@@ -393,7 +407,10 @@ def check_shared_folder(folder: Path) -> None:
 
 
 def _wait_for_file(file: Path) -> bool:
-    """Wait up to 5 s for a file, because network disks show it late; return True if it exists."""
+    """Wait up to 5 s until a file exists; return False if it does not.
+
+    Network disks may show a new file late.
+    """
     end = time.monotonic() + _PATIENCE
     while not file.exists():
         if time.monotonic() > end:
@@ -414,10 +431,10 @@ def save_config(cfg: Any) -> None:
 
 
 def _load_config(file: Folder, cls: type[RunConfig]) -> Any:
-    """Load a config that `save_config` wrote.
+    """Load a config that `save_config` wrote, as an instance of `cls`.
 
     Raises:
-        ConfigError: the file is damaged, or is a config of another class than `cls`.
+        ConfigError: the file is missing or damaged, or is the config of another kind of run.
     """
     try:
         with storage_of(file).local_file() as local:
@@ -435,7 +452,9 @@ def _load_config(file: Folder, cls: type[RunConfig]) -> Any:
 
 
 def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:
-    """Raise a ConfigError if the recorded config `before` defines another run than `cfg`.
+    """Raise a ConfigError if a recorded config and this start's config define different runs.
+
+    They do if a setting differs that is fixed on a resume.
 
     Args:
         before: the config recorded in `folder`.
@@ -460,7 +479,10 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
 
 
 def _is_saved_config(file: Path, cls: type) -> bool:
-    """Return True if `save_config` wrote the file: loading and dumping it gives the same text."""
+    """Return True if `save_config` wrote the file.
+
+    It did if loading and dumping the file gives the same text.
+    """
     try:
         return file.read_text("utf-8") == config.dump(config.load(cls, file))
     except (ConfigError, OSError, UnicodeDecodeError):

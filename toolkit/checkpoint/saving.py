@@ -70,21 +70,22 @@ def save(
 ) -> str:
     """Save and commit a checkpoint of `state`, and delete old ones; return its path. Collective.
 
-    Each rank writes its shards. A failure or a kill at any moment leaves earlier checkpoints as is.
-    With `cfg.async_save`, the call returns as soon as the state is copied to host memory, and a
-    thread writes and commits the copies. Without it, the checkpoint is committed when the call
-    returns. See [Note: saving behind the loop].
+    Each rank writes its shards. A failure or a kill at any moment leaves earlier checkpoints
+    unchanged. With `cfg.async_save`, the call returns as soon as the state is copied to host
+    memory, and a thread writes and commits the copies. Without it, the checkpoint is committed when
+    the call returns. See [Note: saving behind the loop]. First, it waits for an earlier save in the
+    background.
 
     Args:
         state: the state to save.
         run_dir: the run directory, or the URL of a folder on an object store.
         cfg: which checkpoints to keep, and how to save.
-        may_fail: if a disk is full or broken, log a warning instead of raising,
+        may_fail: if a disk is full or broken, log a warning instead of raising, up to
             `cfg.max_failed_saves` times in a row. See [Note: a save that fails by the disk].
 
     Returns:
-        The path or URL of the checkpoint; "" if the save failed and `may_fail` is set. A save in
-        the background that fails later adds its path to `state.saves.failed`.
+        The path or URL of the checkpoint; "" if the save failed and `may_fail` is set. If a save in
+        the background fails later, its path is added to `state.saves.failed`.
 
     Raises:
         StorageError: on every rank, if a disk or a store failed. With `cfg.async_save`, the next
@@ -110,6 +111,7 @@ def save(
         path = str(storage_of(snapshot.target).committed_path(state.step))
 
         def write_behind() -> None:
+            """Write and commit the copies, and log the times; runs in the background thread."""
             with (
                 ranks.use_channel(CHANNEL),
                 _tolerate_disk_failure(needed_bytes, run, cfg, may_fail, failed, path),
@@ -129,17 +131,18 @@ def save(
 def saved_line(path: str) -> str:
     """Format the log line "saved PATH", or "saving PATH" while a background save is in progress.
 
-    `path` is the one that `save` returned. Returns "" if it is empty because the save failed.
+    `path` is the result of `save`. If it is "" because the save failed, the line is "", too.
     """
     return path and f"{'saving' if background.is_pending() else 'saved'} {path}"
 
 
 def _resolve_async_save(state: TrainState, tensors: Tensors, cfg: CheckpointConfig) -> bool:
-    """Decide whether this save runs in the background; rank 0 logs how `auto` was resolved.
+    """Decide if this save runs in the background; rank 0 logs how `auto` was resolved.
 
-    `auto` is resolved at the first save of a run, which is then collective. It becomes true if the
-    model is on an accelerator and has no adapters, and the copies fit into half of the free host
-    memory on every rank.
+    `auto` is resolved at the first save of a run; that call is collective. The result is stored in
+    `state.saves` and used for all later saves. It is True if all of this holds: the model is on an
+    accelerator, it has no adapters, and the copies fit into half of the free host memory on every
+    rank.
     """
     if cfg.async_save != "auto":
         return cfg.async_save
@@ -171,17 +174,19 @@ def _tolerate_disk_failure(
     failed: list[str],
     path: str = "",
 ) -> Iterator[None]:
-    """Log a StorageError as a warning, if this save may fail; otherwise raise it. Collective.
+    """Turn a StorageError in the context into a warning, if this save may fail. Collective.
 
-    The message says how much space is missing.
+    Every rank must leave the context with the same error. The message gets the space that is
+    missing. If `may_fail` is False or too many saves in a row have failed, a StorageError is
+    raised.
 
     Args:
         needed_bytes: size of the checkpoint.
         run: the run directory.
         cfg: says how many saves in a row may fail.
         may_fail: True if this save may fail.
-        failed: paths of the saves that failed in a row; this save's `path` is added.
-        path: path of the checkpoint, if it is known.
+        failed: paths of the saves that failed in a row; a failure appends `path`.
+        path: path of the checkpoint, or "" if it is not known.
     """
     try:
         yield
@@ -221,7 +226,7 @@ def _describe_missing_space(needed_bytes: int, run: Folder) -> str:
 class _Snapshot:
     """The captured state of one save, and the methods that write and commit it.
 
-    Training may continue after the constructor, which captures or copies everything that changes.
+    The constructor captures or copies everything that changes, so training may continue after it.
     """
 
     def __init__(
@@ -250,6 +255,7 @@ class _Snapshot:
         position = None if state.data is None else state.data.state_dict()
 
         def begin() -> str:
+            """Check the lock, capture state.json, and begin the checkpoint; return its location."""
             lock.check_held()
             self.content = format_state(state, position)
             self.adapter = json.loads(self.content).get("adapter")
@@ -269,12 +275,15 @@ class _Snapshot:
             raise
 
     def _make_scratch(self) -> Path:
-        """Create the local folder to which the files of this rank are first written."""
+        """Return the local folder in which this rank first writes files; on a store, create it."""
         with raise_disk_errors(self.failed):
             return storage_of(self.target).scratch_folder()
 
     def write(self) -> str:
-        """Write and commit the checkpoint, and delete old ones; return its path. Collective."""
+        """Write and commit the checkpoint, and delete old ones; return its path. Collective.
+
+        If it fails, the local files are deleted.
+        """
         expected = {n: (nbytes, of_bytes) for n, (nbytes, of_bytes, _) in self.sums.items()}
         writer = HashingWriter(
             self.folder / DCP,
@@ -297,9 +306,9 @@ class _Snapshot:
         return path
 
     def _prune(self) -> None:
-        """Delete old checkpoints, and the parts of reference values if this checkpoint holds them.
+        """Delete old checkpoints, and `reference.parts` if this one holds all reference values.
 
-        Called on rank 0.
+        Only rank 0 calls this.
         """
         prune_checkpoints(self.run, self.cfg)
         # The committed checkpoint holds them.
@@ -307,10 +316,10 @@ class _Snapshot:
             delete_reference_parts(self.run)
 
     def _write_small_files(self, shards: Files) -> Files:
-        """Write this rank's files except for the shards.
+        """Write all files of this rank except the shards.
 
-        Every rank writes its random state and the additional files that it has (`files`). Rank 0
-        also writes state.json, the assets and the settings of the adapter.
+        Every rank writes its random state. Rank 0 also writes state.json, the assets, the settings
+        of the adapter and `state.files`. On a store, the files are uploaded.
 
         Args:
             shards: name -> size and sha256 of the shards that this rank has written.
@@ -319,7 +328,8 @@ class _Snapshot:
             Name -> size in bytes and sha256 of every file of this rank, including its shards.
 
         Raises:
-            CheckpointError: a disk failed, or a written file differs from its content at the start.
+            CheckpointError: a disk failed, or the content of one of `state.files` has changed since
+                the start of the run.
         """
         folder = self.folder
         with raise_disk_errors(self.failed):
@@ -352,7 +362,10 @@ class _Snapshot:
         return name
 
     def _local_row_sums(self) -> torch.Tensor:
-        """Return this rank's share of each tensor's checksum, int64 [tensors], sorted by name."""
+        """Return this rank's share of each checksum: int64 [tensors], in the order of the names.
+
+        The share is 0 for a tensor that another rank writes.
+        """
         return torch.tensor([self.sums.get(n, (0, 0, 0))[2] for n in self._names_with_row_sums()])
 
     def _names_with_row_sums(self) -> list[str]:
@@ -360,10 +373,10 @@ class _Snapshot:
         return sorted(name for name, tensor in self.tensors.items() if is_sharded_by_rows(tensor))
 
     def _commit_on_main(self, parts: list[tuple[Files, torch.Tensor]]) -> Folder:
-        """Write the manifest and commit, on rank 0; return the location of the checkpoint.
+        """Write the manifest and commit the checkpoint; return its final location. Only on rank 0.
 
         Args:
-            parts: for each rank, its manifest entries and its shares of the checksums.
+            parts: (manifest entries, result of `_local_row_sums`) of each rank.
         """
         sums = torch.stack([share for _, share in parts]).sum(0)  # int64 wraps
         manifest = {
@@ -377,9 +390,10 @@ class _Snapshot:
             return commit.commit(self.target, self.step, manifest)
 
     def remove_local_files(self) -> None:
-        """Delete the local files of this save, unless a commit has renamed their folder.
+        """Delete the local files of this save; errors are ignored.
 
-        Files that were already uploaded to a store stay until the next save deletes them.
+        After a commit on a disk, their folder has another name, so nothing is deleted. Files that
+        were already uploaded to a store stay until the next save deletes them.
         """
         if self.folder != self.target or ranks.rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -390,7 +404,7 @@ def _sum_local_parts(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
 
     Returns:
         Name -> (bytes of the part, checksum of these bytes, share of the full tensor's checksum).
-        The shares of all ranks add up to the row sum in the manifest.
+        The shares of all ranks add up to the `row_sums` of the manifest.
     """
     parts = {name: tensors[name] for name in names_to_write(tensors)}
     return {n: (local_tensor(t).nbytes, *part_sums(t).tolist()) for n, t in parts.items()}
@@ -398,15 +412,16 @@ def _sum_local_parts(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
 
 @torch.no_grad()
 def _copy_to_host(tensors: Tensors, buffers: dict[Any, torch.Tensor]) -> Tensors:
-    """Copy this rank's parts of `tensors` to host memory; DTensors stay DTensors.
-
-    Returns after the copies are complete.
+    """Copy this rank's parts of `tensors` to host memory, and wait until the copies are complete.
 
     Args:
         tensors: name -> tensor to copy.
         buffers: name -> host buffer of the last save. A buffer of the same shape and dtype is
-            reused. The dict is updated to the buffers of this save; those for tensors of an
-            accelerator are pinned.
+            reused. The dict is changed to the buffers of this save; they are pinned for tensors on
+            an accelerator.
+
+    Returns:
+        Name -> copy; the copy of a DTensor is a DTensor.
     """
     old_buffers = dict(buffers)
     buffers.clear()
@@ -430,7 +445,9 @@ def _copy_to_host(tensors: Tensors, buffers: dict[Any, torch.Tensor]) -> Tensors
 
 
 def steps_to_delete(verified: Mapping[int, Mapping[str, float]], cfg: CheckpointConfig) -> set[int]:
-    """Choose the steps whose checkpoints exceed `save_total_limit` and are not the best one.
+    """Choose the steps whose checkpoints exceed `save_total_limit`.
+
+    The newest ones stay and, with `keep_best`, the one with the best metric.
 
     Args:
         verified: step -> metrics, for each intact checkpoint. Other checkpoints are neither deleted
@@ -455,7 +472,8 @@ def prune_checkpoints(run: str | Folder, cfg: CheckpointConfig) -> None:
     """Delete the checkpoints that `cfg` does not keep, and leftovers of killed or repeated saves.
 
     Call it after the newest checkpoint is committed. Only intact checkpoints (`is_intact`) count
-    towards the limit. Damaged ones and links are not deleted. Print a warning if a deletion fails.
+    towards the limit. Damaged ones and links are not deleted. If a deletion fails, a warning is
+    printed and nothing is raised.
     """
     run = parse_location(run)
     with _warn_on_disk_error(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
@@ -480,9 +498,9 @@ def prune_checkpoints(run: str | Folder, cfg: CheckpointConfig) -> None:
 
 
 def delete_reference_parts(run: Folder) -> None:
-    """Delete `reference.parts` after a committed checkpoint holds all reference values.
+    """Delete `reference.parts` of a run; if that fails, print a warning.
 
-    Print a warning if that fails.
+    Call it after a committed checkpoint holds all reference values.
     """
     with _warn_on_disk_error(f"{run / PARTS} could not be deleted"):
         delete_parts(run)
@@ -490,9 +508,10 @@ def delete_reference_parts(run: Folder) -> None:
 
 @contextlib.contextmanager
 def _warn_on_disk_error(failed: str) -> Iterator[None]:
-    """Print a disk error in the context as a warning that begins with `failed`.
+    """Print a disk or store error in the context as a warning that begins with `failed`.
 
-    A run that has saved must not end because an old checkpoint cannot be deleted.
+    The context then ends without an error, because a run must not end if an old file cannot be
+    deleted.
     """
     try:
         with raise_disk_errors(failed):

@@ -42,7 +42,7 @@ _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_
 
 @dataclass(frozen=True)
 class Source:
-    """The location, names, dtypes and shapes of the weights in one checkpoint, of any tool."""
+    """Names, dtypes, shapes and locations of the weights in one checkpoint of any tool."""
 
     folder: Path
     """Holds the shards."""
@@ -66,7 +66,7 @@ class Source:
 
     @property
     def row_sums(self) -> dict[str, int]:
-        """Key -> checksum of the tensor in memory when it was saved; {} if unknown."""
+        """Key -> checksum of the tensor in memory when it was saved; {} for another tool."""
         return self.manifest.get(ROW_SUMS, {})
 
 
@@ -79,8 +79,8 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
     Args:
         checkpoint: a run (its newest committed checkpoint is used), a checkpoint, or a checkpoint
             of another tool.
-        hf_assets: folder or Hub id with the config and tokenizer, if the checkpoint has none. For a
-            checkpoint of adapters it has no effect.
+        hf_assets: folder or Hub id of the model whose config and tokenizer are used. None uses
+            those in the checkpoint. It has no effect for a checkpoint of adapters.
 
     Raises:
         CheckpointError: there is no checkpoint (the error suggests paths), or it is damaged.
@@ -133,12 +133,14 @@ def read_base_entry(source: Source) -> dict[str, Any]:
 def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
     """Find the folder of the base model on which the adapter of a checkpoint was trained.
 
+    A Hub id is downloaded if necessary. The weight digest is compared with the recorded one.
+
     Args:
         source: an adapter checkpoint.
         elsewhere: folder or Hub id of the base; None uses the path or id that the run used.
 
     Raises:
-        ExportError: the base is not found, or its weights are not those of the run.
+        ExportError: the base is not found, its weights are not those of the run, or it was random.
     """
     entry = read_base_entry(source)
     if str(entry.get("digest")).startswith("random"):
@@ -159,14 +161,17 @@ def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
 
 
 def describe_base(source: Source, elsewhere: str | Path | None = None) -> dict[str, Any]:
-    """Build the entry on the base model for the export of an adapter: name, revision and digest.
+    """Build the entry on the base model for the export of an adapter.
 
-    If `elsewhere` is given, it is compared with the base of the run. The digests are compared if
-    the weights are on this machine, otherwise only the configs. Nothing large is downloaded.
+    If `elsewhere` is given, it must be the base of the run. The weight digests are compared if the
+    weights are on this machine, otherwise only the configs. Nothing large is downloaded.
 
     Args:
         source: an adapter checkpoint.
         elsewhere: folder or Hub id that the export names as its base; None: the base of the run.
+
+    Returns:
+        The checkpoint's entry (name, revision, digest, settings), with `elsewhere` as the name.
 
     Raises:
         ExportError: `elsewhere` is not found, or is another model.
@@ -194,7 +199,7 @@ def describe_base(source: Source, elsewhere: str | Path | None = None) -> dict[s
 
 
 def _find_base_folder(name: str, revision: str | None = None) -> Path:
-    """Return the local folder of a base model; download a Hub id if necessary.
+    """Return the local folder of a base model; download the config of a Hub id if necessary.
 
     Raises:
         ExportError: it is not found; the error mentions --hf_assets.
@@ -209,22 +214,26 @@ def _find_base_folder(name: str, revision: str | None = None) -> Path:
 
 
 def is_adapter_asset(name: str) -> bool:
-    """Return True if a file of the base model, such as a tokenizer, is exported with adapters."""
+    """Return True if this file of the base model is also copied into the export of an adapter.
+
+    True for tokenizer files, False for Python code and the generation config.
+    """
     return name != "generation_config.json" and not name.endswith(".py")
 
 
 def map_parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str, str]]:
     """Map the parameter names of a model to the keys of a checkpoint.
 
-    A key consists of a prefix and a parameter name, into which wrappers such as torch.compile may
-    have put parts (`_orig_mod.`). If the prefix is empty, keys of other modules are skipped.
+    A key is a prefix followed by a parameter name. Parts that wrappers such as torch.compile add
+    (`_orig_mod.`) are ignored. If the prefix is empty, keys of other modules are skipped.
 
     Args:
         source: the checkpoint.
-        names: parameter names of the model, to find the prefix of a checkpoint of another tool.
+        names: parameter names of the model, to find the prefix in a checkpoint of another tool. For
+            a checkpoint of this toolkit, the prefix is `model.`.
 
     Returns:
-        The prefix of the keys, and parameter name -> key.
+        (prefix of the keys, {parameter name: key}).
 
     Raises:
         ExportError: two prefixes match, or two keys are the same parameter.
@@ -255,10 +264,12 @@ def check_complete(source: Source, keys: Iterable[str]) -> None:
 def _read_toolkit_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
     """Describe the weights in a checkpoint of this toolkit, and compare it with its manifest.
 
-    Compares the sizes of all model files, and the hashes of those that are not shards.
+    Compares the sizes of all model files, and the hashes of those that are not shards. `hf_assets`
+    is as for `find_source`.
 
     Raises:
         CheckpointError: the checkpoint is not committed, has no metadata of tensors, or is damaged.
+        ExportError: there is no config.
     """
     metadata = f"{DCP}/{formats.METADATA_FILE}"
     manifest = commit.read_manifest(checkpoint)
@@ -278,20 +289,21 @@ def _read_toolkit_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> 
 
 
 def damaged_file_error(file: Path, fault: str) -> CheckpointError:
-    """Build the error for a file that differs from its manifest entry; `fault` says how."""
+    """Build the error for a damaged file; `fault` continues the sentence, such as "is missing"."""
     return CheckpointError(f"{file} {fault}; use another checkpoint of the run")
 
 
 def _read_dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
-    """Describe the weights in a folder of torch's DCP format.
+    """Describe the weights in a folder of torch's DCP format. Reads `.metadata` only.
 
     Args:
         folder: the folder.
         hf: the folder with the model's config.
-        checkpoint: the checkpoint of this toolkit that holds `folder`, if there is one.
+        checkpoint: the checkpoint of this toolkit that holds `folder`; None for another tool.
 
     Raises:
-        CheckpointError: the folder holds an optimizer's state.
+        CheckpointError: `.metadata` is missing or damaged, or Accelerate's folder of the optimizer
+            was given instead of that of the weights.
     """
     metadata = formats.read_metadata(folder)
     tensors = {
@@ -304,6 +316,7 @@ def _read_dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
         raise CheckpointError(f"{folder} holds an optimizer's state; the weights are in {weights}")
 
     def stored(key: str) -> formats.StoredTensor:
+        """Locate the stored tensor of a key."""
         chunks = tuple(formats.tensor_chunks(folder, metadata, key))
         return formats.StoredTensor(*tensors[key], chunks)
 
@@ -359,6 +372,7 @@ def _read_sharded_safetensors(folder: Path, files: list[Path], hf: Path) -> Sour
         stored_tensors[name] = formats.StoredTensor(chunks[0].dtype, shape, chunks)
 
     def fault(name: str) -> str | None:
+        """Explain why a tensor's parts do not cover it exactly once; None if they do."""
         boxes = [(chunk.offsets, chunk.sizes) for chunk in stored_tensors[name].chunks]
         return formats.find_boxes_fault(stored_tensors[name].shape, boxes)
 
@@ -367,7 +381,7 @@ def _read_sharded_safetensors(folder: Path, files: list[Path], hf: Path) -> Sour
 
 
 def _find_assets(hf_assets: str | Path | None, saved_assets: Path) -> Path:
-    """Return the folder with the model's config: that of `hf_assets` if given, or `saved_assets`.
+    """Return the folder with the model's config: `saved_assets`, or that of `hf_assets` if given.
 
     Raises:
         ExportError: the folder has no config.json, or `hf_assets` is not found.
@@ -405,12 +419,12 @@ def _find_prefix(clean: dict[str, str], parameters: set[str], source: Source) ->
     """Find the prefix of the model's parameter names in a checkpoint of another tool.
 
     Args:
-        clean: key without wrapper parts -> key.
+        clean: key without the parts that wrappers add -> key in the checkpoint.
         parameters: parameter names of the model.
         source: the checkpoint, for the error.
 
     Returns:
-        The prefix that matches most parameters; `model.` if none matches.
+        The prefix with which most parameter names are keys; `model.` if there is none.
 
     Raises:
         ExportError: several prefixes match equally well.

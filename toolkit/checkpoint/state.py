@@ -64,7 +64,7 @@ def format_state(state: TrainState, position: dict[str, Any] | None) -> str:
 
 
 def _state_by_name(state: TrainState) -> dict[str, dict[str, Any]]:
-    """Map parameter names to the optimizer's state of the parameter, if it has one."""
+    """Map parameter names to the optimizer's state of each, if there is one."""
     optimizer_state = {} if state.optimizer is None else state.optimizer.state
     return {
         name: optimizer_state[p]
@@ -74,12 +74,13 @@ def _state_by_name(state: TrainState) -> dict[str, dict[str, Any]]:
 
 
 def _describe_optimizer(state: TrainState) -> dict[str, Any] | None:
-    """Build the optimizer's entry of state.json; None without an optimizer.
+    """Build the optimizer's entry of state.json.
 
     Returns:
-        `class`: name of the optimizer's class. `tensors`: number of dimensions of a parameter, as
-        text -> names of its state tensors, such as `exp_avg`. `scalars`: name of a scalar ->
-        parameter -> value. `without`: trained parameters that have no state.
+        None without an optimizer, otherwise a dict. `class`: name of the optimizer's class.
+        `tensors`: number of dimensions of a parameter (as text) -> sorted names of its state
+        tensors, such as `exp_avg`. `scalars`: name of a scalar -> parameter -> value. `without`:
+        trained parameters that have no state.
     """
     if state.optimizer is None:
         return None
@@ -104,8 +105,8 @@ def read_state(checkpoint: Folder) -> dict[str, Any]:
     """Read state.json of a checkpoint as a dict (step, tokens, world size, data position, ...).
 
     Raises:
-        CheckpointError: the file is missing, or a required entry is absent or neither null nor of
-            its type.
+        CheckpointError: the file is missing or unreadable, or a required entry is absent or has a
+            wrong type. An entry may be null.
     """
     file = checkpoint / STATE
     saved = read_json_object(file)
@@ -118,7 +119,10 @@ def read_state(checkpoint: Folder) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def raise_bad_state(checkpoint: Folder) -> Iterator[None]:
-    """Convert errors that an unexpected state.json causes in the context to a CheckpointError."""
+    """Convert lookup, type and value errors in the context to a CheckpointError about state.json.
+
+    Use it around code that reads the content of the file.
+    """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -146,10 +150,12 @@ def get_required_entry(saved: dict[str, Any], name: str, checkpoint: Folder) -> 
 def check_model_tensors(
     tensors: Tensors, saved_tensors: TensorsMetadata, checkpoint: Folder
 ) -> None:
-    """Raise a CheckpointError if saved model tensors have other names, shapes or dtypes.
+    """Raise a CheckpointError if the checkpoint's model tensors differ from the model's.
+
+    Names, shapes and dtypes are compared; the error lists some differences.
 
     Args:
-        tensors: the tensors of the run's model.
+        tensors: the tensors of the run's model, with the prefix `model.`.
         saved_tensors: metadata of all tensors in the checkpoint.
         checkpoint: the checkpoint, for the error.
     """
@@ -172,7 +178,9 @@ def check_model_tensors(
 def allocate_optimizer_state(
     state: TrainState, saved_tensors: TensorsMetadata, saved: dict[str, Any], checkpoint: Folder
 ) -> dict[str, Tensors]:
-    """Allocate tensors for loading a saved optimizer state, sharded like the parameters.
+    """Allocate tensors into which a saved optimizer state can be loaded.
+
+    They have the dtypes of the checkpoint, and are sharded like the parameters.
 
     Args:
         state: the state of the run; its optimizer is not changed.
@@ -241,7 +249,8 @@ def load_optimizer_state(
 ) -> None:
     """Set the state of the optimizer to loaded tensors and the scalars of state.json.
 
-    Settings of the parameter groups, such as the learning rate, stay as they are.
+    Settings of the parameter groups, such as the learning rate, stay as they are. Without an
+    optimizer, nothing is done.
 
     Args:
         state: the state of the run.
@@ -271,9 +280,10 @@ def load_optimizer_state(
 
 
 def restore_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
-    """Move a learning rate schedule to its saved step, and set the learning rates of that step.
+    """Move a learning rate schedule to its saved step, and set the optimizer's learning rates.
 
-    A `LambdaLR` computes the rates by this run's settings; other schedules restore the saved rates.
+    For a `LambdaLR`, the rates are computed from this run's settings. For other schedules, the
+    saved state and rates are restored.
 
     Args:
         scheduler: the schedule.
@@ -302,7 +312,10 @@ _RNG_PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss
 
 
 def rng_device() -> str:
-    """Return the type of the accelerator whose random state this process has used, or `cpu`."""
+    """Return the type of the accelerator that this process has used, such as `cuda`, or else `cpu`.
+
+    Only an accelerator that is in use has a random state. Starts no device.
+    """
     # A device that the process has not used has no state, and looking would start it.
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
@@ -335,7 +348,10 @@ def snapshot_rng() -> dict[str, torch.Tensor]:
 
 
 def write_rng(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
-    """Write the tensors of `snapshot_rng` for `rank` to a file in `folder`; return its name."""
+    """Write random state to the file of `rank` in `folder`; return the file's name.
+
+    `tensors` is the result of `snapshot_rng`. The folder is created if it is missing.
+    """
     folder.mkdir(exist_ok=True)
     # `save_file` would hide the cause of a failed write, and only the owner could read its file.
     (folder / _rng_file_name(rank)).write_bytes(save(tensors))

@@ -40,7 +40,10 @@ class Storage(Protocol):
         """Read this file completely; on a disk, raise an OSError if it is a link or too large."""
 
     def local_file(self) -> AbstractContextManager[Path]:
-        """Yield the path of this small file on a local disk; from a store, of a temporary copy."""
+        """Yield a local path with the content of this small file, as a context manager.
+
+        On a disk it is the file itself, from a store a temporary copy.
+        """
 
     def replace(self, content: str | bytes) -> None:
         """Write this file over an existing one, atomically if possible; create its folder."""
@@ -54,19 +57,20 @@ class Storage(Protocol):
     def check_usable(self, setting: str) -> None:
         """Raise a ConfigError or CheckpointError if checkpoints cannot be written to this folder.
 
-        `setting` names the setting that gave the folder, for the error.
+        `setting` is the name of the setting for this folder, for the error.
         """
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of this storage; None for a store, where this is unknown."""
 
     def attempts(self) -> Iterable[Attempt]:
-        """Yield each folder in this one that holds a save of a step, committed or not."""
+        """Yield each save of a step in this folder, whether committed, unfinished or damaged."""
 
     def new_attempt(self, step: int, number: int) -> Any:
-        """Create or name an empty location in this folder for a save of `step`; return it.
+        """Create a location in this folder for a save of `step`, and return it.
 
-        `number` counts the saves of this step, from 1.
+        On a disk it is a new folder; on a store it is only a new prefix. `number` counts the saves
+        of this step, from 1.
         """
 
     def scratch_folder(self) -> Path:
@@ -83,25 +87,25 @@ class Storage(Protocol):
 
         Args:
             step: the step.
-            manifest: content of the manifest.
+            manifest: content of the manifest, which is written.
             seal: content of COMMIT, which is written last.
             verifies: returns True if a checkpoint is intact. On a disk, it is called on an earlier
                 checkpoint of the same step.
         """
 
     def quarantine(self) -> Any:
-        """Rename or mark a damaged checkpoint, so that it is never read.
+        """Rename (disk) or mark (store) this damaged checkpoint, so that it is never read.
 
         Returns:
-            The new path on a disk, or the object that marks it on a store.
+            On a disk the new path, on a store the object that marks it.
         """
 
     def delete(self) -> None:
-        """Delete this checkpoint, committed or not; while it is half deleted, it is not valid."""
+        """Delete this checkpoint, committed or not. A half-deleted checkpoint is never valid."""
 
 
 def storage_of(folder: Folder) -> Storage:
-    """Return the `Storage` operations of a folder or file, on a disk or on an object store."""
+    """Return the `Storage` object for a folder or file on a disk or on an object store."""
     return folder if isinstance(folder, RemotePath) else LocalFolder(folder)
 
 
@@ -113,6 +117,8 @@ def is_url(path: object) -> bool:
 def parse_location(path: str | Folder) -> Folder:
     """Parse a path or URL into a local path or a path on an object store. Sends no request.
 
+    A `file://` URL becomes a local path. A value that is not a `str` is returned unchanged.
+
     Raises:
         CheckpointError: the URL contains credentials, or its fsspec driver is not installed.
     """
@@ -122,7 +128,7 @@ def parse_location(path: str | Folder) -> Folder:
 
 
 def folder_bytes(folder: Folder) -> int:
-    """Sum the bytes of all regular files below `folder`; links are not followed."""
+    """Sum the sizes in bytes of all regular files below `folder`; links are not followed."""
     return sum(size for size in storage_of(folder).files().values() if size > 0)
 
 
@@ -130,7 +136,7 @@ def read_json_object(file: Folder) -> dict[str, Any] | None:
     """Read a file that holds a JSON object; return None if the file does not exist.
 
     Raises:
-        CheckpointError: the file cannot be read or holds something else.
+        CheckpointError: the file cannot be read, or its content is not a JSON object.
     """
     try:
         content = parse_json(storage_of(file).read_small_file(), file, CheckpointError)

@@ -94,9 +94,9 @@ def summarize(path: str | Path) -> dict[str, Any]:
 
 
 def format_summary(summary: dict[str, Any]) -> str:
-    """Format a summary as text: checkpoints, totals, and one line for each group of tensors.
+    """Format the result of `summarize` as text: checkpoints, totals, and a table of tensors.
 
-    Names that differ in numbers only, with equal shape, dtype and chunks, share a line:
+    Names that differ in numbers only, with equal shape, dtype and chunks, share a line, such as
     `model.layers.{0..31}.mlp.up_proj.weight`.
     """
     lines = []
@@ -150,7 +150,7 @@ def _list_checkpoints(run: Path) -> list[dict[str, Any]]:
 
 
 def _describe_tensor(name: str, entry: Any) -> dict[str, Any]:
-    """Build the `tensors` entry of `summarize` for one tensor; `entry` is its DCP metadata."""
+    """Build one tensor's entry in `tensors` of `summarize`; `entry` is its DCP metadata."""
     shape, dtype = list(entry.size), entry.properties.dtype
     return {
         "name": name,
@@ -163,7 +163,10 @@ def _describe_tensor(name: str, entry: Any) -> dict[str, Any]:
 
 
 def _format_tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
-    """Format table rows for tensors; those whose names differ only in numbers share a row."""
+    """Format table rows (name, number of tensors, shape, dtype, bytes, chunks) for tensors.
+
+    Tensors whose names differ only in numbers share a row.
+    """
     facts = [(str(t["shape"]), t["dtype"], str(t["chunks"])) for t in tensors]
     rows = []
     for name, indices in group_numbered_names([t["name"] for t in tensors], facts):
@@ -174,7 +177,10 @@ def _format_tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _adapter_facts(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Format (label, text) pairs on the adapters and their base model, given in state.json."""
+    """Format (label, text) pairs that describe adapters and their base model.
+
+    `entry` is the adapter's entry in state.json; without one, the list is empty.
+    """
     if not isinstance(entry, dict):
         return []
     config = get_mapping(entry, "config")
@@ -193,7 +199,7 @@ def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str,
 
     Args:
         run_dir: the run directory, or its `checkpoint.root`.
-        step: ignore what the run did after this step; None uses the entire run.
+        step: ignore everything after this step; None uses the entire run.
 
     Returns:
         {} if the folder has no config and no metrics. Otherwise the publishable settings of the
@@ -201,7 +207,7 @@ def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str,
 
         - `changes`: setting -> [[value, last step], ...] for values of earlier starts.
         - `metrics`: the last value of each metric; `logged_at`: metric -> step of that value.
-        - `versions`: of the libraries that trained.
+        - `versions`: package versions of the last start.
         - `steps`, `tokens`, `global_batch` (in samples) and `devices`.
     """
     run = Path(run_dir)
@@ -241,7 +247,7 @@ def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str,
 
 
 def _setting_changes(starts: list[dict[str, Any]]) -> dict[str, list[list[Any]]]:
-    """List the values that later starts of a run changed.
+    """List the earlier values of settings that later starts of a run changed.
 
     Args:
         starts: the lines that each start recorded, with its settings and first step.
@@ -262,7 +268,11 @@ def _setting_changes(starts: list[dict[str, Any]]) -> dict[str, list[list[Any]]]
 
 
 def _find_output_dir(run: Path, config: dict[str, Any]) -> Path:
-    """Return the output_dir of a run if `run` is its `checkpoint.root`, otherwise `run`."""
+    """Return the output_dir of a run.
+
+    If `run` is its `checkpoint.root`, output_dir is found through `config`. If that fails, or `run`
+    has metrics, `run` is returned.
+    """
     home = config.get("output_dir")
     if (run / METRICS).is_file() or not isinstance(home, str):
         return run
@@ -273,7 +283,10 @@ def _find_output_dir(run: Path, config: dict[str, Any]) -> Path:
 
 
 def _read_last_state(run: Path, step: int | None) -> dict[str, Any]:
-    """Read state.json of the last checkpoint up to `step` (None: any step); {} without one."""
+    """Read state.json of the last checkpoint up to and including `step`; None: of the last one.
+
+    Returns {} if there is no such checkpoint.
+    """
     files = sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8 + "/state.json"))
     before = [f for f in files if step is None or f.parent.name <= step_name(step)]
     return (read_json_object(before[-1]) if before else None) or {}

@@ -28,6 +28,9 @@ _TOP_LEVEL = ("--output_dir", "--seed")  # settings outside of a section
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a `toolkit` command and return its exit code.
 
+    A `ToolkitError` or OSError is printed on one line of stderr. The code is then 1, or 2 for a
+    `ConfigError`. Ctrl-C gives 130.
+
     Args:
         argv: the arguments; None: those of the process.
     """
@@ -63,12 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into those of the command and settings of the run, in any order.
+    """Separate a command's own arguments from settings of the run; they may come in any order.
 
-    A setting is `--section.field VALUE` or `--section.field=VALUE`.
+    A setting is `--section.field VALUE` or `--section.field=VALUE`, and also `--output_dir` or
+    `--seed`.
 
     Returns:
-        Arguments of the command, and settings.
+        (arguments of the command, settings).
     """
     command_arguments: list[str] = []
     settings: list[str] = []
@@ -83,7 +87,11 @@ def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands. Each sets `run`, called with the parsed arguments."""
+    """Build the parser of all commands.
+
+    The parsed arguments have an attribute `run`: the function that runs the command. Call it with
+    them.
+    """
     parser = argparse.ArgumentParser(
         prog="toolkit",
         description="Train models; inspect sharded checkpoints; export Hugging Face folders.",
@@ -96,6 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     def command(
         run: Callable[[argparse.Namespace], int], help: str, description: str
     ) -> AddArgument:
+        """Add a subcommand, named after its function; return its parser's `add_argument`."""
         name = run.__name__.removeprefix("_run_").replace("_", "-")
         sub = commands.add_parser(name, allow_abbrev=False, help=help, description=description)
         sub.set_defaults(run=run)
@@ -111,5 +120,5 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _start_recipe(recipe: str, args: argparse.Namespace) -> int:
-    """Run a command that starts a recipe, such as `toolkit train`; return its exit code."""
+    """Run a command that starts `recipe`, such as `toolkit train`; return its exit code."""
     return recipes.start_recipe(recipe, args.arguments)

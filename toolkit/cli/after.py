@@ -24,7 +24,7 @@ _MAX_LINES = 50  # to print of a long list, at its beginning and at its end
 
 
 def add_commands(command: AddCommand) -> None:
-    """Add the commands to the parser."""
+    """Add the commands `consolidate`, `verify`, `inspect`, `report` and `push` to the parser."""
     _add_export_commands(command)
     _add_inspect(command)
     _add_report(command)
@@ -146,7 +146,7 @@ def _parse_seconds(text: str) -> float:
 
 
 def _run_consolidate(args: argparse.Namespace) -> int:
-    """Run `toolkit consolidate`."""
+    """Run `toolkit consolidate`; print the export's files and the code that loads it."""
     from toolkit.checkpoint import local_copy
     from toolkit.export import consolidate
 
@@ -165,7 +165,7 @@ def _run_consolidate(args: argparse.Namespace) -> int:
 
 
 def _loading_code(folder: Path) -> Iterator[str]:
-    """Yield the lines of Python code that load an export, to show to the user."""
+    """Yield the lines of Python code that load the export in `folder`, to show to the user."""
     from toolkit.formats import export_manifest, read_config
     from toolkit.models.classes import auto_class_name, reward_loading_code
 
@@ -191,7 +191,10 @@ def _loading_code(folder: Path) -> Iterator[str]:
 
 
 def _run_verify(args: argparse.Namespace) -> int:
-    """Run `toolkit verify`."""
+    """Run `toolkit verify`: print the report as lines or JSON.
+
+    Returns 0 without findings, 1 with findings, 2 for wrong usage.
+    """
     from toolkit.checkpoint import local_copy
     from toolkit.verify import is_export, verify_checkpoint, verify_export
 
@@ -219,7 +222,10 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 
 def _run_inspect(args: argparse.Namespace) -> int:
-    """Run `toolkit inspect`."""
+    """Run `toolkit inspect`: print facts of a checkpoint, a planned run or its data.
+
+    Returns 2 if the arguments do not fit together, otherwise 0.
+    """
     if [args.path, args.plan, args.data].count(None) != 2:
         return fail("give one of RUN_OR_CHECKPOINT, --plan CONFIG and --data CONFIG", code=2)
     if args.settings and args.path is not None:
@@ -267,7 +273,7 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
 
 def _run_report(args: argparse.Namespace) -> int:
-    """Run `toolkit report`."""
+    """Run `toolkit report`, once or with `--follow`; print notes and the paths of both files."""
     from toolkit.report import follow, write_report
 
     if args.follow:
@@ -280,7 +286,7 @@ def _run_report(args: argparse.Namespace) -> int:
 
 
 def _run_push(args: argparse.Namespace) -> int:
-    """Run `toolkit push`."""
+    """Run `toolkit push`: print the commit's URL, or with `--dry_run` the changes and the card."""
     from toolkit.hub import preview, push
 
     silence_transformers()

@@ -19,7 +19,7 @@ from toolkit.config.other_tools import TOOL_CHOICES, TOOLKIT
 
 
 def add_commands(command: AddCommand) -> None:
-    """Add the commands to the parser."""
+    """Add `recipes`, `convert-config`, `schema`, `plan` and `rehearse` to the parser."""
     add = command(
         _run_recipes,
         "list the recipes, or copy one into this folder to edit it",
@@ -53,7 +53,7 @@ def add_commands(command: AddCommand) -> None:
 
 
 def _run_recipes(args: argparse.Namespace) -> int:
-    """Run `toolkit recipes`."""
+    """Run `toolkit recipes`: list the recipes, or copy one and print the new files."""
     lines = recipes.describe_recipes()
     if args.copy is not None:
         files = recipes.copy_recipe(args.copy, Path.cwd())
@@ -63,7 +63,10 @@ def _run_recipes(args: argparse.Namespace) -> int:
 
 
 def _run_convert_config(args: argparse.Namespace) -> int:
-    """Run `toolkit convert-config`."""
+    """Run `toolkit convert-config`: write the config to `--output` (a new file) or stdout.
+
+    Notes on the conversion go to stderr.
+    """
     from toolkit.convert import convert_config
 
     converted = convert_config(Path(args.file), args.tool)
@@ -85,7 +88,7 @@ def _run_convert_config(args: argparse.Namespace) -> int:
 
 
 def _run_schema(args: argparse.Namespace) -> int:
-    """Run `toolkit schema`."""
+    """Run `toolkit schema`: print the JSON schema of a kind's config."""
     from toolkit.config.schema import json_schema
 
     print(json.dumps(json_schema(recipes.find_kind(args.kind).config), indent=2))
@@ -129,7 +132,7 @@ def _add_plan(command: AddCommand) -> None:
 
 
 def _run_plan(args: argparse.Namespace) -> int:
-    """Run `toolkit plan`."""
+    """Run `toolkit plan`: print the plan; return 0 if the run fits, 1 if not, 2 for wrong usage."""
     if (args.config is None) == (args.file is None):
         return fail("give one config: CONFIG or --config FILE", code=2)
     from toolkit.parsing import parse_size
@@ -186,7 +189,7 @@ def _add_rehearse(command: AddCommand) -> None:
 
 
 def _run_rehearse(args: argparse.Namespace) -> int:
-    """Run `toolkit rehearse`."""
+    """Run `toolkit rehearse`: print the result; return 1 if a stage failed, 2 for wrong usage."""
     if (args.config is None) == (args.file is None):
         return fail("give one config: CONFIG or --config FILE", code=2)
     from toolkit.rehearsal import rehearse

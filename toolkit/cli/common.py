@@ -16,10 +16,16 @@ AddCommand = Callable[[Callable[[argparse.Namespace], int], str, str], AddArgume
 
 
 def load_planned(file: str, settings: Sequence[str]) -> tuple[Any, str | None]:
-    """Read a config for planning, with rank and targets of the adapter in `lora.from`.
+    """Read a config for planning, and copy rank and targets of the adapter in `lora.from` to it.
+
+    If the toolkit knows the shape of a gated model, a note about that is printed.
+
+    Args:
+        file: a YAML file.
+        settings: `--section.field VALUE` arguments, which override the file.
 
     Returns:
-        The config, and a note on how its kind was chosen, for `print_note`.
+        (config, note). The note says how the config's kind was chosen, for `print_note`.
     """
     from toolkit.planning import with_known_shape
 
@@ -35,13 +41,19 @@ def load_planned(file: str, settings: Sequence[str]) -> tuple[Any, str | None]:
 
 
 def print_note(note: str | None) -> None:
-    """Print a note to stderr. Call it after the result, because a failure is one line on stderr."""
+    """Print a note to stderr; do nothing if it is None.
+
+    Call it after the result is printed: a command that fails prints only one line on stderr.
+    """
     if note:
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 def allow_remote_code(args: argparse.Namespace) -> None:
-    """Allow Python code that comes with a model if `--trust_remote_code` was given."""
+    """Allow Python code that comes with a model, if `--trust_remote_code` was given.
+
+    It is allowed for the entire process.
+    """
     if args.trust_remote_code:
         from toolkit.models import allow_remote_code
 
@@ -49,7 +61,7 @@ def allow_remote_code(args: argparse.Namespace) -> None:
 
 
 def silence_transformers(progress: bool = True) -> None:
-    """Silence warnings of transformers, and its progress bars too if `progress` is False."""
+    """Silence warnings of transformers, and also its progress bars if `progress` is False."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

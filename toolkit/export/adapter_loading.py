@@ -62,15 +62,16 @@ _MODEL = "model."  # before names of parameters in a checkpoint
 def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
     """Raise a ConfigError unless a model can continue the adapter of `lora.from`.
 
-    The base model, the tensor names and the shapes are compared. Called by one process, before the
-    base is loaded. Reads headers, and 16 kB per tensor of a base on this machine.
+    Base model, tensor names and shapes are compared. Not collective: one process calls it, before
+    the weights of the base are loaded. Reads headers, and 16 kB per tensor of a base on this
+    machine.
 
     Args:
         adapted: the model with new adapters, possibly on meta.
         cfg: the settings of the run.
 
     Returns:
-        A log line on the adapter.
+        A log line that describes the adapter.
 
     Raises:
         ConfigError: the adapter does not fit (the error says why).
@@ -83,7 +84,7 @@ def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
 
 
 def _check_tensors(source: AdapterSource, adapted: nn.Module) -> None:
-    """Read names and shapes of an adapter, and raise a ConfigError if `adapted` has others."""
+    """Raise a ConfigError if `adapted` does not have an adapter's tensor names and shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in trained_tensors(adapted).items()}
     if source.checkpoint is not None:
         saved = SavedTensors(source.checkpoint).shapes()
@@ -136,9 +137,9 @@ def _check_names_and_shapes(
 
 
 def map_frozen_keys(adapted: nn.Module) -> dict[str, str]:
-    """Map the keys of frozen parameters that an adapter file may also contain to their names.
+    """Map keys that an adapter file may have, but that are not trained, to parameter names.
 
-    PEFT saves the frozen matrix of an embedding if it is adapted or its vocabulary was resized.
+    These are frozen embedding matrices: PEFT saves one if it is adapted or was resized.
     """
     trained = map_file_keys(adapted)
     every = map_file_keys(adapted, embeddings=True)
@@ -149,19 +150,20 @@ def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
     """Load the adapter of `lora.from` into a sharded model and prove its values. Collective.
 
     See [Note: two readers]. The base and the initial values of the adapters must be loaded already.
-    Rank 0 holds the adapter twice in memory. The entry that describes the adapter is set in the
-    model's assets, for the manifests of later checkpoints and exports.
+    Rank 0 holds the adapter twice in memory. The model's assets get the entry that describes the
+    adapter (`continued`), which later checkpoints and exports record.
 
     Returns:
         Log lines.
 
     Raises:
-        ConfigError: on every rank: the adapter cannot be read, or the values in memory differ (the
-            error names a tensor).
+        ConfigError: on every rank: the adapter cannot be read, or the values in memory differ from
+            the file (the error names a tensor).
     """
     with contextlib.ExitStack() as stack:
 
         def read() -> tuple[Tensors, dict[str, int], Tensors, dict[str, Any]]:
+            """Open the adapter until `stack` is closed, and return the result of `_read_adapter`."""
             source = stack.enter_context(open_adapter(cfg.lora))
             return _read_adapter(model, source, stack)
 
@@ -190,7 +192,9 @@ def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
 def _read_adapter(
     model: nn.Module, source: AdapterSource, stack: contextlib.ExitStack
 ) -> tuple[Tensors, dict[str, int], Tensors, dict[str, Any]]:
-    """Read an adapter into memory with PEFT, and compute its checksums without PEFT. One process.
+    """Read an adapter into memory with PEFT, and compute its checksums without PEFT.
+
+    Only on rank 0.
 
     Args:
         model: the model that continues the adapter.
@@ -198,8 +202,8 @@ def _read_adapter(
         stack: deletes temporary folders when it is closed.
 
     Returns:
-        Four dicts: name -> value of each trained tensor; name -> its expected checksum;
-        name -> value of each frozen matrix that the file also holds; the adapter's manifest entry.
+        Four dicts: name -> value of each trained tensor; name -> its expected checksum; name ->
+        value of each frozen matrix that the file also holds; the adapter's manifest entry.
 
     Raises:
         ConfigError: the adapter does not fit the model.
@@ -234,10 +238,10 @@ def _read_adapter(
 
 @contextlib.contextmanager
 def _drop_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iterator[Path]:
-    """Yield a copy of a PEFT folder without frozen matrices; use it as a context manager.
+    """Yield a PEFT folder without frozen matrices; use it as a context manager.
 
-    PEFT could not load these matrices into a base on meta. If there are none, `folder` itself is
-    yielded.
+    PEFT could not load these matrices into a base on meta. The yielded folder is a temporary copy,
+    or `folder` itself if there are no frozen matrices.
 
     Args:
         folder: the PEFT folder.
@@ -258,8 +262,12 @@ def _drop_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iter
 def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
     """Load an adapter with `PeftModel.from_pretrained` into a base without values.
 
+    Args:
+        model: the run's model, from which the base is built.
+        folder: the PEFT folder.
+
     Returns:
-        The state dict of the PEFT model, and the names of the trained tensors of `model`.
+        (state dict of the PEFT model, names of the trained tensors of `model`).
 
     Raises:
         ConfigError: PEFT skips a tensor, or scales a layer differently than `model` does.
@@ -289,7 +297,7 @@ def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
 
 
 def _copy_local_part(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Copy this rank's part of a full tensor on rank 0 into `tensor`. Collective.
+    """Broadcast a full tensor from rank 0, and copy this rank's part into `tensor`. Collective.
 
     `value` is the full tensor on rank 0, and None on all other ranks.
     """
@@ -338,9 +346,13 @@ _ADVICE = "do not go on from it, or publish it: a reader would get another model
 def prove_adapter(state: TrainState, checkpoint: str) -> str:
     """Prove that the adapter of a new checkpoint can be reloaded unchanged. Collective.
 
-    The adapter is exported, loaded by PEFT and compared with `state`, from which the checkpoint was
-    just saved. If it differs, the checkpoint is quarantined. Waits for a save in the background.
-    Rank 0 reads and writes the adapter once, and holds it twice.
+    The adapter is exported, loaded by PEFT and compared with the model of `state`, which must not
+    have changed since the save. If it differs, the checkpoint is quarantined. Waits for a save in
+    the background. Rank 0 reads and writes the adapter once, and holds it twice in memory.
+
+    Args:
+        state: the state that was saved.
+        checkpoint: path or URL of its checkpoint.
 
     Returns:
         The log line; "" for a model without adapters, or if the save failed.
@@ -366,10 +378,10 @@ def compare_with_reloaded(model: nn.Module, checkpoint: str | Path) -> str:
     """Compare the adapter in `model` with the one that PEFT loads from a checkpoint. Collective.
 
     Returns:
-        The log line.
+        The log line, if they are bitwise identical.
 
     Raises:
-        CheckpointError: a tensor differs on some rank, or PEFT does not load it.
+        CheckpointError: on every rank: a tensor differs on some rank, or PEFT does not load it.
     """
     start_time = time.perf_counter()
     wait()
@@ -394,6 +406,10 @@ def _reload_by_peft(
 ) -> dict[str, torch.Tensor]:
     """Export the adapter of a checkpoint to a temporary folder, and load it with PEFT.
 
+    Args:
+        checkpoint: path or URL of the checkpoint.
+        trained: name -> trained tensor of the model in memory.
+
     Returns:
         Name -> full tensor, for the names and in the dtypes of `trained`.
 
@@ -417,7 +433,10 @@ def _reload_by_peft(
 
 
 def _is_equal(name: str, tensor: torch.Tensor, loaded: dict[str, torch.Tensor]) -> bool:
-    """Return True if this rank's part of `tensor` equals rank 0's `loaded[name]`. Collective."""
+    """Return True if this rank's part of `tensor` equals rank 0's `loaded[name]`. Collective.
+
+    NaN equals NaN. `loaded` is only needed on rank 0.
+    """
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     if ranks.rank() == 0:
         whole = loaded[name].contiguous()

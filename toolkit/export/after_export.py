@@ -31,15 +31,15 @@ _LAUNCHER_VARIABLES = (
 
 
 class ExportCommands:
-    """The commands of a run on its exports, in the order of the exports, one at a time.
+    """Run a user's command on each export of a run, one at a time, in the order of the exports.
 
     Each command runs in a shell, in the folder in which the run was started. Its output goes to
-    `after_export/step-N.log` of the run, and `after_export/results.jsonl` gets its exit code. The
+    `after_export/step-N.log` of the run, and its exit code to `after_export/results.jsonl`. The
     variables of the launcher (RANK and the like) are removed from its environment, because a
     program that sees them would wait for other ranks.
 
     Args:
-        command: the command; `{export}` is the folder of the export, `{step}` its step.
+        command: the command; `{export}` is replaced by the export's folder, `{step}` by its step.
         run_dir: the run directory.
     """
 
@@ -51,7 +51,11 @@ class ExportCommands:
         self._unreported: dict[int, Path] = {}  # step -> log file of commands without a result
 
     def start(self, export: Path, step: int) -> str:
-        """Start the command on an export, or queue it; return the log line."""
+        """Queue the command on an export, and return the log line.
+
+        It starts at once if no other command runs. The first call starts the process that runs the
+        commands.
+        """
         command = self._command.replace("{export}", str(export)).replace("{step}", str(step))
         log = self._folder / f"{export.name}.log"
         if self._process is None:
@@ -72,7 +76,8 @@ class ExportCommands:
     def poll(self) -> list[str]:
         """Return a log line for each command that ended since the last call.
 
-        If the process that runs the commands has ended, commands without a result are reported too.
+        If the process that runs the commands has ended, each command without a result gets a
+        warning.
         """
         if self._process is None:
             return []
@@ -91,7 +96,7 @@ class ExportCommands:
         return lines
 
     def _read_new_results(self) -> list[dict[str, Any]]:
-        """Read the results that were added to the file since the last call."""
+        """Read the complete lines that were added to the results file since the last call."""
         file = self._folder / RESULTS
         if not file.exists():
             return []
@@ -103,15 +108,19 @@ class ExportCommands:
         return [json.loads(line) for line in complete.splitlines()]
 
     def has_ended(self) -> bool:
-        """Return True if no command runs or waits. Call `close` before."""
+        """Return True if the process that runs the commands has ended or was never started.
+
+        It ends after `close`, when all queued commands are done.
+        """
         return self._process is None or self._process.poll() is not None
 
     def close(self) -> None:
-        """Let the process end after the commands that are queued."""
+        """Let the process end after the queued commands. Returns at once; no command may follow."""
         if self._process is not None and self._process.poll() is None:
             self._send({_CLOSING: True})
 
     def _send(self, message: dict[str, Any]) -> None:
+        """Send a message to the process that runs the commands; do nothing if it has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # `poll` reports that this command has no result
@@ -120,7 +129,7 @@ class ExportCommands:
 
 
 def _environment_of_a_user() -> dict[str, str]:
-    """Copy the environment without the variables by which the launcher describes a rank."""
+    """Copy this process's environment without the launcher's variables, such as RANK."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -129,9 +138,9 @@ def _environment_of_a_user() -> dict[str, str]:
 
 
 def _format_outcome(result: dict[str, Any]) -> str:
-    """Format the outcome of the `after_export` command as a log line.
+    """Format the result of one `after_export` command as a log line.
 
-    The line is a warning if the command failed or was ended with the run.
+    The line is a warning if the command failed, or if it was ended because the run ended.
     """
     text = f"after_export of step {result['step']}"
     log = result["log"]
@@ -149,12 +158,17 @@ def _format_outcome(result: dict[str, Any]) -> str:
 
 
 def _run_commands(results: Path) -> None:
-    """Run the commands that arrive on the standard input, and append their results to a file."""
+    """Run the commands that arrive on stdin one by one, and append their results to a file.
+
+    Returns after a closing message, when the queued commands are done. If stdin ends without such a
+    message, the run has died: the running command is ended and the others are not started.
+    """
     commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
     running: list[subprocess.Popen[bytes]] = []
     is_orphan = threading.Event()
 
     def read() -> None:
+        """Queue the commands from stdin until it closes; without a closing message, end them."""
         for line in sys.stdin:
             message = json.loads(line)
             if _CLOSING in message:
@@ -191,7 +205,7 @@ def _run_commands(results: Path) -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Terminate a command and the processes that it started; kill them if they stay."""
+    """Terminate a command and the processes that it started; kill them if they run 10 s later."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

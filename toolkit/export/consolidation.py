@@ -55,9 +55,9 @@ def consolidate(
 ) -> str:
     """Export the weights of a sharded checkpoint as a Hugging Face folder; return its path.
 
-    Keys are named as in the source model, and tied weights are stored as often as there. The folder
-    also holds the config, the generation config, the tokenizer, and a manifest of all files. It
-    appears under its name only when it is complete.
+    Keys are named as in the source model, and tied weights are stored under the same keys as in it.
+    The folder also holds the config, the generation config, the tokenizer, and a manifest of all
+    files. It appears under its name only when it is complete.
 
     Costs one read of the checkpoint, one write of the weights and one read of the written files
     (see [Note: proof of an export]). Memory: blocks of 1 MB; for tensors that transformers converts
@@ -75,8 +75,8 @@ def consolidate(
         hf_assets: folder or Hub id with the config and tokenizer, if the checkpoint has none; for
             adapters, their base model, if it is no longer where the run read it.
         merge: for a checkpoint of adapters: write the base model with the adapter merged in. This
-            needs the base (memory: see `export.readers`). Without it, adapters are exported as a
-            PEFT folder, for which `auto` is the trained dtype and `max_shard_size` has no effect.
+            needs the base (memory: see `export.readers`). If False, adapters are exported as a PEFT
+            folder, for which `auto` is the trained dtype and `max_shard_size` has no effect.
         without_carried: omit the tensors of the source model that belong to no parameter of the
             trained model, and do not declare them in config.json. By default they are copied from
             the source model, which must still exist.
@@ -118,7 +118,7 @@ def _prepare_model(
     without_carried: bool,
     origin: dict[str, Any],
 ) -> _ExportInputs:
-    """Plan the export of a full model, and print which tensors are copied from the source.
+    """Plan the export of a full model, and print which tensors are copied from the source model.
 
     Args:
         source: the checkpoint.
@@ -126,7 +126,7 @@ def _prepare_model(
         override: dtype of all floating tensors; None keeps that of the source.
         limit: largest size of a weight file in bytes.
         without_carried: as for `consolidate`.
-        origin: the export manifest's entry on the source, to which carried tensors are added.
+        origin: the export manifest's entry on the source; entries on carried tensors are added.
 
     Returns:
         The plan, the tensors of the checkpoint, and two functions: one reads the values of a group,
@@ -158,10 +158,10 @@ def _prepare_merge(
     without_carried: bool,
     origin: dict[str, Any],
 ) -> _ExportInputs:
-    """Plan the export of a base model with the adapter merged in, and log the carried tensors.
+    """Plan the export of a base model with the adapter merged in, and print the carried tensors.
 
     Adds to `origin`: `adapter` (its settings, base model and class), `merged`, and the entries of
-    `Carried.manifest_entry`. For the arguments see `_prepare_model`.
+    `Carried.manifest_entry`. For arguments and result see `_prepare_model`.
     """
     tensors = SavedTensors(source)
     base = find_base(source, hf_assets)
@@ -184,7 +184,7 @@ def _prepare_adapter(
 ) -> _ExportInputs:
     """Plan the export of an adapter as a PEFT folder.
 
-    Adds `adapter` (its settings, base model and class) to `origin`. For the arguments see
+    Adds `adapter` (its settings, base model and class) to `origin`. For arguments and result see
     `_prepare_model`.
     """
     base_entry = describe_base(source, hf_assets)
@@ -197,10 +197,10 @@ def _prepare_adapter(
 
 
 def _load_assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:
-    """Return the assets of `model`, including the origin of carried tensors.
+    """Return the assets of `model`, with the name of the source model of carried tensors.
 
-    If `hf_assets` is given and a checkpoint is exported, it replaces the name of the model that
-    carried tensors are copied from. The files of the assets are not read from it.
+    For a checkpoint of this toolkit, `hf_assets` replaces that name if it is given. Files are not
+    read from it.
     """
     assets = assets_of(model)
     if hf_assets is not None and source.checkpoint is not None:
@@ -211,12 +211,16 @@ def _load_assets(model: PreTrainedModel, source: Source, hf_assets: str | Path |
 
 
 def _describe_origin(source: Source, dtype: str, base: str | Path | None) -> dict[str, Any]:
-    """Build the export manifest's entry on the source of the weights: checkpoint, step and run.
+    """Build the export manifest's entry on the source of the weights.
+
+    It holds the option `dtype` and, for a checkpoint of this toolkit, its hash, its step and facts
+    of its run.
 
     Args:
         source: the weights.
         dtype: the option of `consolidate`.
-        base: Hub id or folder of an adapter's base model; None keeps the one that the run used.
+        base: Hub id or folder of an adapter's base model. A Hub id replaces the base model in the
+            facts of the run; None or a folder does not.
     """
     origin: dict[str, Any] = {"dtype": dtype}
     if source.checkpoint is not None:

@@ -35,9 +35,13 @@ class Exporter:
     def export(self, step: int, *, may_fail: bool = False) -> list[str]:
         """Export the model of `step` to `exports/step-N`; return the log lines. Collective.
 
+        Rank 0 then starts or queues the user's command. The lines also report commands that have
+        ended.
+
         Args:
             step: the current step.
-            may_fail: if the disk is full or broken, print a warning; training continues.
+            may_fail: if the disk is full or broken, print a warning instead of raising; no command
+                is started.
 
         Raises:
             ExportError: see `export_live`.
@@ -51,16 +55,26 @@ class Exporter:
         return lines
 
     def finish(self, step: int) -> list[str]:
-        """Export the last step if `export_at_end` is set. Collective."""
+        """Export the last step if `export_at_end` is set; return the log lines. Collective.
+
+        If the run has an export of `step` already, nothing is done.
+        """
         if self._cfg.export_at_end and not has_export(self._run_dir, step):
             return self.export(step)
         return []
 
     def wait(self) -> list[str]:
-        """Wait until the commands on all exports have ended; return their log lines. Collective."""
+        """Wait until the commands on all exports have ended; return their log lines. Collective.
+
+        No export may follow.
+        """
         return ranks.on_main(self._wait)
 
     def _wait(self) -> list[str]:
+        """Close the queue and wait for the commands; return their log lines. Only on rank 0.
+
+        The watchdog does not time out meanwhile.
+        """
         if self._commands is None:
             return []
         self._commands.close()

@@ -72,17 +72,18 @@ def export_live(
         max_shard_size: as for `consolidate`.
         origin: entries for the export's manifest: `checkpoint` (sha256 of its manifest), `step`,
             `run`.
-        may_fail: if the disk is full or broken, print a warning and return "".
+        may_fail: if the disk is full or broken, print a warning and return "" instead of raising.
 
     Raises:
         ExportError: on every rank: `output` is in use, the disk is full, a write failed, or the
-            files differ from memory (the error names the tensors; no folder is left).
+            files differ from memory (the error names the tensors). No folder is left.
     """
     tensors = {n.removeprefix(_PREFIX): t for n, t in model_tensors(model).items()}
     if ranks.rank() != 0:
         _serve_gathers(tensors)
 
     def write() -> str:
+        """Plan, gather and write the export on rank 0; return its path."""
         override, limit = parse_options(dtype, max_shard_size)
         target = resolve_output(output)
         plan, facts = _plan_live(model, tensors, override, limit)
@@ -97,6 +98,7 @@ def export_live(
         return str(Path(output).expanduser())
 
     def served() -> str:
+        """Call `write`, then end the loops of the other ranks; return the path or raise."""
         path, failure = "", None
         try:
             path = write()
@@ -117,21 +119,22 @@ def export_live(
 def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: bool = False) -> str:
     """Export the model of `step` to `exports/step-N` of the run; return the log line. Collective.
 
-    An existing export of this step is renamed to `step-N.old-*`, because a resumed run trains steps
-    again and may get other weights. Rank 0 prints that.
+    An existing export of this step is renamed to `step-N.old-*`, and rank 0 prints that. A resumed
+    run trains steps again, so their weights may differ.
 
     Args:
         model: as for `export_live`.
         run_dir: the run directory.
         step: the current step.
-        may_fail: if the disk is full or broken, print a warning and return "".
+        may_fail: if the disk is full or broken, print a warning and return "" instead of raising.
 
     Raises:
-        ExportError: as `export_live`.
+        ExportError: see `export_live`.
     """
     target = Path(run_dir) / EXPORTS / step_name(step)
 
     def prepare() -> dict[str, Any] | None:
+        """Rename an existing export of the step; return the facts of the run, or None."""
         if os.path.lexists(target):
             try:
                 ranks.print_line(rename_old_export(target))
@@ -145,9 +148,9 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: b
 
 
 def has_export(run_dir: str | Path, step: int) -> bool:
-    """Return True on every rank if the run has an export of `step`. Collective.
+    """Return True if the run has an export of `step`. Collective: rank 0 looks, all get the result.
 
-    Exports of steps that a restart trains again have been renamed, so they do not count.
+    Exports that were renamed to `step-N.old-*` do not count.
     """
     return ranks.on_main((Path(run_dir) / EXPORTS / step_name(step)).exists)
 
@@ -155,7 +158,9 @@ def has_export(run_dir: str | Path, step: int) -> bool:
 def _plan_live(
     model: nn.Module, tensors: Tensors, override: torch.dtype | None, limit: int
 ) -> tuple[ExportPlan, dict[str, Any]]:
-    """Plan the export of a live model or its adapter. Prints the names of carried tensors. Rank 0.
+    """Plan the export of a live model, or of its adapter if it has one. Only on rank 0.
+
+    Prints the names of carried tensors.
 
     Args:
         model: the live model.
@@ -164,7 +169,8 @@ def _plan_live(
         limit: largest size of a weight file in bytes.
 
     Returns:
-        The plan, and the entries on carried tensors or on the adapter for the export's manifest.
+        (plan, entries for the export's manifest). The entries describe carried tensors, or the
+        adapter.
     """
     shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     where = "the running model"
@@ -187,7 +193,9 @@ def _plan_live(
 
 
 def _gather_group(plan: ExportPlan, tensors: Tensors, group: ExportGroup) -> Tensors:
-    """Gather and convert the tensors of a group, on rank 0; the others run `_serve_gathers`.
+    """Gather the tensors of a group from all ranks, and convert them. Only on rank 0.
+
+    The other ranks must be in `_serve_gathers`.
 
     Returns:
         Output name -> full tensor in host memory.
@@ -199,7 +207,10 @@ def _gather_group(plan: ExportPlan, tensors: Tensors, group: ExportGroup) -> Ten
 
 
 def _serve_gathers(tensors: Tensors) -> None:
-    """Take part in the collectives that rank 0 requests, until it ends or fails. Not on rank 0."""
+    """Take part in the collectives that rank 0 requests; return when rank 0 sends None.
+
+    All ranks but rank 0 call this.
+    """
     request: _SumRequest | list[str] | None
     while (request := ranks.broadcast(None)) is not None:
         if isinstance(request, dict):
@@ -212,7 +223,7 @@ def _serve_gathers(tensors: Tensors) -> None:
 
 
 def _dtypes_by_tensor(plan: ExportPlan) -> _SumRequest:
-    """Map each stored tensor name to the dtypes in which the plan exports the tensor."""
+    """Map the stored name of each tensor to the dtypes in which the plan exports it."""
     dtypes: _SumRequest = {}
     for group in plan.groups:
         dtypes_of_group = {plan.tensors[plan.names[name]].dtype for name in group.outputs}
@@ -226,17 +237,22 @@ def _dtypes_by_tensor(plan: ExportPlan) -> _SumRequest:
 def _sum_tensors(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torch.dtype], int]:
     """Compute checksums of full tensors, cast to the requested dtypes. Collective.
 
-    See [Note: proof of an export]. Each rank reads its parts once per dtype. A tensor that is not
-    sharded by rows has no checksum; rank 0 prints how many there are.
+    See [Note: proof of an export]. Each rank reads its parts once per dtype. Tensors that are not
+    sharded by rows are skipped; rank 0 prints how many there are.
+
+    Args:
+        tensors: name -> tensor, with the same names on every rank.
+        request: name -> dtypes of the checksums.
 
     Returns:
-        (name, dtype) -> checksum.
+        (name, dtype) -> checksum, on every rank; {} in a `fake_world`.
     """
     pairs = [(name, dtype) for name, dtypes in request.items() for dtype in dtypes]
     pairs = [(name, dtype) for name, dtype in pairs if is_sharded_by_rows(tensors[name])]
     chosen = names_to_write({name: tensors[name] for name, _ in pairs})  # of replicas one
 
     def sums() -> list[int]:
+        """Compute this rank's share of each checksum; 0 for tensors that another rank sums."""
         shares = [
             part_sums(_cast_as_on_cpu(tensors[name], dtype))[1]
             if name in chosen
@@ -267,5 +283,5 @@ def _cast_as_on_cpu(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a DTensor on all ranks (a collective); return other tensors as they are."""
+    """Gather a DTensor on all ranks (collective); return any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -64,8 +64,8 @@ TensorShapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class ExportPlan:
     """Names, dtypes, files and headers of an exported folder: everything except its weights.
 
-    A group is a parameter, or several that are converted together, or a tensor of the source model
-    that belongs to no parameter.
+    Tensors are exported in groups. A group is one parameter, several that are converted together,
+    or a tensor of the source model that belongs to no parameter.
     """
 
     model: PreTrainedModel  # on meta
@@ -80,19 +80,29 @@ class ExportPlan:
     assets: dict[str, bytes]  # every other file of the folder: name -> content
 
     def stored_twice(self) -> list[str]:
-        """List the further names under which the source, and so the export, stores tied weights."""
+        """List the second and further names of tied weights that the source stores repeatedly.
+
+        The export stores them in the same way. The list is sorted.
+        """
         alike = [[*g.outputs] for g in self.groups if g.sources and not g.converted]
         return sorted(self.names[name] for names in alike for name in names[1:])
 
     def read_carried(self, group: ExportGroup) -> dict[str, Iterator[torch.Tensor]]:
         """Map the outputs of a group that is copied from the source to iterators over row blocks.
 
-        Such a group has no parameters.
+        Such a group has no parameters of the trained model.
         """
         return {name: self.carried[name].rows() for name in group.outputs}
 
     def convert(self, group: ExportGroup, parameters: Tensors) -> Tensors:
         """Convert the parameters of `group` to its outputs, which may be strided views.
+
+        Args:
+            group: a group with parameters.
+            parameters: parameter name -> full tensor, for each parameter of the group.
+
+        Returns:
+            Output name -> tensor.
 
         Raises:
             ExportError: the conversion gives other names or shapes than planned.
@@ -133,10 +143,10 @@ def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | 
 
     Args:
         dtype: one of `DTYPE_CHOICES`.
-        max_shard_size: such as "5GB" (10^9), "5GiB" (2^30), "800000" or 800000.
+        max_shard_size: such as "5GB" (10^9 bytes each), "5GiB" (2^30), "800000" or 800000.
 
     Returns:
-        The dtype of all floating tensors (None for `auto`), and the limit in bytes.
+        (dtype of all floating tensors or None for `auto`, limit in bytes).
 
     Raises:
         ExportError: an option has no valid value.
@@ -153,7 +163,10 @@ def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | 
 
 
 def build_model_from_assets(hf: Path) -> PreTrainedModel:
-    """Build a model on meta from a folder of assets, with the recorded key names of its source."""
+    """Build a model on meta from a folder of assets, for export under its source's key names.
+
+    The key names and dtypes of the source model are read from the assets.
+    """
     model = model_on_meta(hf)
     assets, saved = assets_of(model), HFAssets.load(hf)
     assets.source, assets.origin = saved.source, saved.origin
@@ -179,7 +192,7 @@ def make_model_plan(
         override: dtype of all floating tensors; None keeps the dtypes of the source.
         limit: largest size of a weight file in bytes.
         where: location of the weights, for error messages.
-        prefix: prefix of the stored names there, for error messages.
+        prefix: prefix of the stored names in that location, for error messages.
         carried: tensors of the source that are not parameters of `model`. `carried.tensors` are
             exported. If `carried.omitted` is not empty, config.json does not declare the layers of
             the omitted tensors. None: the source has no such tensors.
@@ -238,9 +251,10 @@ def make_model_plan(
 
 
 def _rename_to_source_keys(model: PreTrainedModel, groups: list[ExportGroup]) -> list[ExportGroup]:
-    """Rename the outputs of groups without a conversion to the keys in the source model.
+    """Return the groups with the key names of the source model, for groups without a conversion.
 
-    If the source stores a tied parameter under several keys, its group gets all of them.
+    If the source stores a tied parameter under several keys, its group gets all of them. Groups
+    with a conversion, and all groups if there is no source, are unchanged.
     """
     assets = assets_of(model)
     if assets.source is None:
@@ -251,6 +265,7 @@ def _rename_to_source_keys(model: PreTrainedModel, groups: list[ExportGroup]) ->
         keys.setdefault(first.get(name, name), []).extend(source_names)
 
     def rename_group(group: ExportGroup) -> ExportGroup:
+        """Return the group with the source's key names; unchanged if it is converted."""
         parameter = group.sources[0]
         source_names = keys.get(first.get(parameter, parameter)) if not group.converted else None
         if not source_names:
@@ -267,8 +282,8 @@ def _match_converted_outputs(
     """Map outputs of converted groups (fused experts) to the keys that the source uses for them.
 
     transformers may load several spellings of a key (`layers` and `blocks` in kimi_k25), but writes
-    only one. Outputs and source keys that belong to one parameter and one pattern of transformers'
-    conversion are paired in natural order, in which the loader merges them.
+    only one. Outputs and source keys that belong to the same parameter and conversion pattern are
+    paired in natural order, in which the loader merges them.
 
     Args:
         model: the model.
@@ -276,7 +291,7 @@ def _match_converted_outputs(
         names: output -> its name so far, for all groups.
 
     Returns:
-        Output -> key in the source, only for outputs whose names the source does not have.
+        Output -> key in the source, only for groups with a name that the source does not have.
     """
     source = assets_of(model).source
     if source is None:
@@ -302,7 +317,7 @@ def _group_keys_by_converter(
 ) -> dict[tuple[str, str], list[str]]:
     """Group keys by the (parameter, conversion pattern) through which transformers loads them.
 
-    Keys that need no conversion are skipped. Each list is in natural order.
+    Keys that need no conversion are skipped. Each list is in natural order (2 before 10).
     """
     slots: dict[tuple[str, str], list[str]] = {}
     for key, target, pattern in map_source_keys(model, keys):
@@ -320,10 +335,11 @@ def _natural_sort_key(key: str) -> list[tuple[str, int]]:
 def _match_parameters(
     model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str
 ) -> dict[str, str]:
-    """Map each exported parameter name to the name under which it is stored, in the model's order.
+    """Map each exported parameter name to the name under which it is stored.
 
-    A tied parameter is exported once, under the name that transformers keeps, and may be stored
-    under any of its names. `where` and `prefix` are for error messages.
+    The order is that of the model. A tied parameter is exported once, under the name that
+    transformers keeps, and may be stored under any of its names. `where` and `prefix` are for error
+    messages.
 
     Raises:
         ExportError: a name is missing or unknown, or a shape differs.
@@ -355,9 +371,10 @@ def _match_parameters(
 
 
 def _spell_like_source(name: str, model: PreTrainedModel) -> str:
-    """Add or remove the base model's prefix (`transformer.wte`, `wte`), if the source does so.
+    """Return `name` in the spelling of the source: with or without the base model's prefix.
 
-    transformers accepts both spellings when it loads, and always writes the prefix.
+    An example are `transformer.wte` and `wte`: transformers loads both, and always writes the
+    prefix. A name that the source has in neither spelling is returned unchanged.
     """
     prefix, source = f"{model.base_model_prefix}.", assets_of(model).source or {}
     spellings = (name, name.removeprefix(prefix), prefix + name)
@@ -365,8 +382,9 @@ def _spell_like_source(name: str, model: PreTrainedModel) -> str:
 
 
 def _choose_default_dtype(assets: HFAssets) -> torch.dtype:
-    """Choose the dtype for tensors not in the source: the config's, or the source's most common.
+    """Choose the dtype for floating tensors that the source model does not have.
 
+    It is the config's dtype if that is usable, or else the most common one of the source's tensors.
     If neither is known, it is bfloat16.
     """
     name = assets.config.get("dtype", assets.config.get("torch_dtype"))
@@ -395,7 +413,8 @@ def make_adapter_plan(
         base: `name_or_path` and `revision` of the base, for adapter_config.json.
 
     Raises:
-        ExportError: the tensors are not those of the adapter (the error names one).
+        ExportError: names or shapes of the tensors are not those that adapter_config.json implies
+            (the error names a tensor).
     """
     config = read_adapter_config(hf)
     layout = build_peft_layout(build_model_from_assets(hf), config)
@@ -444,8 +463,8 @@ def describe_adapter_origin(
 ) -> dict[str, Any]:
     """Build the export manifest's entry on the adapter: its settings, its base model and its class.
 
-    The class is the one that the adapter was trained on, which may be only the text model of the
-    base. If the base was a path, only its last part is recorded.
+    The class is that of the model on which the adapter was trained, which may be only the text
+    model of the base. If the base was a path, only its last part is recorded.
 
     Args:
         hf: the folder with adapter_config.json and the config of the base.
@@ -475,10 +494,10 @@ def _lay_out_files(
     Args:
         shapes: exported name -> dtype and shape.
         limit: largest size of a file in bytes; a larger tensor gets a separate file.
-        single: name of the file if one is enough.
+        single: name of the file if one file is enough.
 
     Returns:
-        Exported name -> file, offset, dtype and shape; and file name -> header bytes.
+        ({exported name: file, offset, dtype and shape}, {file name: header bytes}).
 
     Raises:
         ExportError: safetensors has no such dtype.
@@ -519,14 +538,14 @@ def _lay_out_files(
 def _format_config(
     model: PreTrainedModel, config_dtype: torch.dtype | None, has_omitted: bool = False
 ) -> bytes:
-    """Format the config.json of an export; return the source's bytes if nothing must change.
+    """Format the config.json of an export; without changes, return the source's bytes.
 
-    In `architectures`, class names of training wrappers are replaced by the model's class.
+    Training wrappers in `architectures` are replaced by the model's class.
 
     Args:
         model: the exported model.
         config_dtype: the dtype to declare, because `from_pretrained` casts to it; None keeps it.
-        has_omitted: True if tensors are omitted, so that their layers must not be declared.
+        has_omitted: True if tensors are omitted. The number of their layers is then set to 0.
     """
     assets = assets_of(model)
     config = copy.deepcopy(assets.config)
@@ -555,5 +574,5 @@ def _format_config(
 
 
 def _and_n_more(names: Collection[str]) -> str:
-    """Return " (and N more)", with N the number of names after the first, or "" for one name."""
+    """Return " (and N more)", with N one less than the number of names; "" for a single name."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

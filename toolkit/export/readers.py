@@ -68,7 +68,10 @@ class SavedTensors:
         self._sums = source.row_sums
 
     def source_sum(self, name: str, dtype: torch.dtype) -> int | None:
-        """Return the checksum that was saved with a tensor; None if unknown or cast to `dtype`."""
+        """Return the checksum that was saved with a tensor.
+
+        None if no checksum is known, or if `dtype` is not the stored dtype.
+        """
         key = self.keys[name]
         return self._sums.get(key) if self.source.tensors[key][0] == dtype else None
 
@@ -77,10 +80,10 @@ class SavedTensors:
         return {name: self.source.tensors[key] for name, key in self.keys.items()}
 
     def check_before_reading(self) -> None:
-        """Raise an error if a tensor is incomplete, or a file without another check is damaged.
+        """Raise an error if a tensor is incomplete, or if a file without a later check is damaged.
 
-        Tensors with a checksum are compared with it while they are read. For the others, the files
-        that hold them are hashed now. A checkpoint of another tool has no hashes.
+        Tensors with a checksum are compared with it while they are read. The files of other tensors
+        are hashed now. A checkpoint of another tool has no hashes, so its files are not checked.
 
         Raises:
             ExportError: a tensor is incomplete.
@@ -99,7 +102,9 @@ class SavedTensors:
             raise damaged_file_error(checkpoint / name, fault)
 
     def check_tied_values(self, names: list[str]) -> None:
-        """Read the tensors `names` of one tied parameter, and raise an error if they are not equal.
+        """Raise an ExportError if the stored tensors of one tied parameter are not equal.
+
+        Reads the tensors `names`. With one name, nothing is read.
 
         Raises:
             ExportError: two of them differ in dtype, shape or values.
@@ -117,10 +122,13 @@ class SavedTensors:
                 )
 
     def read_group(self, plan: ExportPlan, group: ExportGroup) -> Mapping[str, TensorValues]:
-        """Read the outputs of a group: output name -> values.
+        """Read the outputs of a group for an export: output name -> values.
+
+        Values are a tensor if the group is converted, otherwise an iterator over blocks of rows.
 
         Raises:
-            CheckpointError: as `read_blocks`.
+            CheckpointError: a tensor differs from its saved checksum. For an iterator, this is
+                raised at its end.
         """
         if group.converted:
             parameters = {name: self.read_tensor(plan.stored[name]) for name in group.sources}
@@ -130,7 +138,11 @@ class SavedTensors:
         return {output: self.read_blocks(plan.stored[name], stored) for output in group.outputs}
 
     def read_blocks(self, name: str, stored: StoredTensor) -> Iterator[torch.Tensor]:
-        """Yield the tensor `name` in blocks of rows, in order, and compare its checksum at the end.
+        """Yield a tensor in blocks of rows, in order, and compare its checksum at the end.
+
+        Args:
+            name: name of the parameter.
+            stored: its stored tensor.
 
         Raises:
             CheckpointError: after the last block, if the rows differ from the saved ones.
@@ -169,7 +181,8 @@ class SavedTensors:
 class AdapterMerge:
     """Plan and read a merged model: a base model whose weights have an adapter merged in.
 
-    The attribute `plan` is the plan of its export, and `read_group` reads the values for it.
+    The attribute `plan` is the plan of its export, and `read_group` reads the values for it. The
+    constructor reads headers only.
 
     Args:
         tensors: the tensors of the adapter.
@@ -215,18 +228,21 @@ class AdapterMerge:
             self._check_base(group, folder)
 
     def layers_of_group(self, group: ExportGroup) -> dict[str, AdapterLayer | None]:
-        """Map each parameter of the group to the adapter layer on it; None if there is none."""
+        """Map each parameter of a group to its adapter layer, or to None if it has none."""
         layers = {n: self.layout.parts.get(self.aliases.get(n, n)) for n in group.sources}
         return {name: parts[0] if parts else None for name, parts in layers.items()}
 
     def needs_base(self, group: ExportGroup) -> bool:
-        """Return True unless `modules_to_save` replaces all parameters of the group."""
+        """Return True if some parameter of the group needs values of the base.
+
+        False if the adapter replaces all of them (`modules_to_save`).
+        """
         return any(
             part is None or part.kind != "saved" for part in self.layers_of_group(group).values()
         )
 
     def _check_base(self, group: ExportGroup, folder: Path) -> None:
-        """Raise an ExportError if the base lacks a tensor of `group` or it does not fit.
+        """Raise an ExportError if the base lacks a tensor of `group`, or has it in a wrong form.
 
         The shape must be as planned, and the dtype that of the export or castable to it. `folder`
         is for the error.
@@ -255,7 +271,8 @@ class AdapterMerge:
     def read_group(self, group: ExportGroup) -> Mapping[str, TensorValues]:
         """Read the outputs of a group, with the adapter merged in: output name -> values.
 
-        A group without an adapter is copied from the base's files.
+        Values are iterators over blocks of rows if the group is copied from the base's files,
+        otherwise tensors.
 
         Raises:
             ExportError: the base cannot be converted as planned.
@@ -287,7 +304,15 @@ class AdapterMerge:
     def _read_base(self, group: ExportGroup, names: list[str]) -> dict[str, torch.Tensor]:
         """Load the parameters of a group from the base's files, with transformers' conversions.
 
-        `names` are the keys of the group in the base. Returns parameter name -> tensor.
+        Args:
+            group: the group.
+            names: keys of the group in the base.
+
+        Returns:
+            Parameter name -> tensor.
+
+        Raises:
+            ExportError: the conversion does not give all parameters of the group.
         """
         if not group.converted and names[0] not in self.parts_of:
             return {group.sources[0]: read_tensor(self.entries[names[0]])}
@@ -304,10 +329,10 @@ class AdapterMerge:
 
 
 def _check_tied_layers(layout: PeftLayout, families: dict[str, list[str]]) -> None:
-    """Raise an ExportError if an adapter changes only some uses of a tied matrix, or differently.
+    """Raise an ExportError if an adapter changes the uses of a tied matrix in different ways.
 
-    A merged model cannot hold two versions of one matrix. `families` maps the exported name of a
-    tied parameter to all its names.
+    A merged model cannot hold two versions of one matrix, so the adapter must change all uses alike
+    or none. `families` maps the exported name of a tied parameter to all its names.
     """
     for parameter, parts in layout.parts.items():
         ways = {tuple(sorted(part.tensors.items())) for part in parts}

@@ -69,10 +69,13 @@ SourceSum = Callable[[str, torch.dtype], int | None]
 
 
 def resolve_output(output: str | Path) -> Path:
-    """Return the absolute path of a new export, which must not exist or must be an empty folder.
+    """Return the absolute path for a new export, and raise an ExportError if it cannot be used.
+
+    The path must not exist, or be an empty folder. `~` and links are resolved; nothing is created.
 
     Raises:
-        ExportError: it exists and is not empty, or lies inside an export or among checkpoints.
+        ExportError: it is a file, a folder that is not empty, or lies inside another export or
+            inside `checkpoints` of a run.
     """
     target = Path(output).expanduser().resolve()
     if target.is_file():
@@ -90,7 +93,7 @@ def resolve_output(output: str | Path) -> Path:
 
 
 def _is_export_or_run(folder: Path) -> bool:
-    """Return True if a folder is an export, or holds the checkpoints of a run."""
+    """Return True if a folder is an export, or the `checkpoints` folder of a run."""
     of_run = folder.name == CHECKPOINTS and any(folder.glob("step-*"))
     return of_run or (folder / export_manifest.FILE).is_file()
 
@@ -110,11 +113,12 @@ def write_export(
         target: the folder, from `resolve_output`.
         read_group: returns the values of a group; called in the order of the files.
         origin: the manifest's entry on the source of the weights.
-        source_sum: the checksums that written tensors must have; see [Note: proof of an export].
+        source_sum: returns the checksum that a written tensor must have, or None if it is unknown;
+            see [Note: proof of an export].
 
     Raises:
-        ExportError: there is no space, other files are in the way, or the written bytes differ
-            from the source.
+        ExportError: there is no space, other files are in the way, a write failed, or the written
+            bytes differ from the source.
     """
     proof = ExportProof(plan, source_sum)
     with _staging_folder(target) as folder:
@@ -139,7 +143,8 @@ def _write_files(
 ) -> Iterator[dict[str, Any]]:
     """Write the weight files one by one; yield each file's entries for the manifest.
 
-    After each file, `proof` reads back the groups that are complete. Shows a progress bar.
+    After each file, `proof` reads back the groups whose outputs are all written. Shows a progress
+    bar.
     """
     files: dict[str, dict[str, StoredTensor]] = {}
     for name, place in plan.tensors.items():
@@ -162,7 +167,10 @@ def _write_files(
 
 
 def _last_write_position(plan: ExportPlan, group: ExportGroup, position: dict[str, int]) -> int:
-    """Return the index of the group's last output among all tensors in the order of writing."""
+    """Return the index of the group's last output among all tensors in the order of writing.
+
+    `position` maps each exported name to its index.
+    """
     return max(position[plan.names[name]] for name in group.outputs)
 
 
@@ -184,8 +192,8 @@ def _read_values(
 ) -> Iterator[TensorValues]:
     """Yield the values of the exported tensors `names`; one group at a time is in memory.
 
-    Outputs of a group are usually next to each other in a file. If they have several dtypes or
-    begin in the previous file, the group is read again.
+    Outputs of a group are usually next to each other in a file. If they are not, because they have
+    several dtypes or are in two files, the group is read again. `proof` records all values.
     """
     group_of = {plan.names[n]: group for group in plan.groups for n in group.outputs}
     values_by_name: dict[str, TensorValues] = {}
@@ -201,11 +209,14 @@ def _read_values(
 
 @contextlib.contextmanager
 def _staging_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `target` on success and deleted on an error.
+    """Yield an empty folder next to `target`, as a context manager.
+
+    If the context ends without an error, the folder is renamed to `target` and fsynced. On an
+    error, it is deleted. Leftovers of a killed export are deleted first.
 
     Raises:
         ExportError: another process writes this export, other files are in the way, or the disk
-            failed.
+            failed. An OSError in the context is converted to this error.
     """
     folder = target.with_name(f"{target.name}.tmp-export")
     with contextlib.ExitStack() as stack:
@@ -252,7 +263,7 @@ def _staging_folder(target: Path) -> Iterator[Path]:
 
 
 def _check_space(plan: ExportPlan, folder: Path) -> None:
-    """Raise an OSError if the disk has no space for the export."""
+    """Raise an OSError (ENOSPC) if the disk of `folder` has no space for the export."""
     needed = _weight_bytes(plan) + sum(map(len, plan.assets.values()))
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -279,14 +290,14 @@ def write_file(
     hash. In addition to the values, blocks of 1 MB are in memory.
 
     Args:
-        path: the new file.
+        path: the new file, which must not exist.
         header: its first bytes.
         places: name -> dtype, shape and offset of its tensors, in order.
         values: the values of each tensor, in the same order.
-        advance: called with the number of bytes after each write.
+        advance: called after each write with the number of written bytes.
 
     Returns:
-        `files`: file name -> size in bytes and hash; `tensors`: name -> entry with the hash.
+        {"files": {file name: size in bytes and hash}, "tensors": {name: entry with the hash}}.
 
     Raises:
         ExportError: values do not have the planned size, or the dtype cannot represent them.
@@ -297,6 +308,7 @@ def write_file(
     with open(path, "xb", buffering=0) as file:
 
         def write(content: memoryview) -> None:
+            """Hash and append `content`, start to write it to disk, and call `advance`."""
             nonlocal end, flushed
             whole.update(content)
             _write_all(file.fileno(), content, end)
@@ -331,6 +343,8 @@ def _write_all(descriptor: int, content: memoryview, position: int) -> None:
 def _cast_blocks(values: TensorValues, dtype: torch.dtype, name: str) -> Iterator[memoryview]:
     """Yield the bytes of a tensor, cast to `dtype`, in row-major blocks of at most 1 MB.
 
+    `name` is for the error.
+
     Raises:
         ExportError: a finite value is too large for float16.
     """
@@ -345,7 +359,10 @@ def _cast_blocks(values: TensorValues, dtype: torch.dtype, name: str) -> Iterato
 
 
 def _row_major_blocks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor with any strides in row-major order, `most` at a time."""
+    """Yield the elements of a tensor in row-major order, as 1-d tensors of at most `most` elements.
+
+    The tensor may have any strides. An empty tensor yields nothing.
+    """
     if tensor.is_contiguous():
         yield from tensor.reshape(-1).split(most) if tensor.numel() else ()
     elif math.prod(tensor.shape[1:]) > most:
@@ -361,9 +378,10 @@ def _row_major_blocks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]
 
 @dataclass
 class ExportProof:
-    """Compares the checksums of written tensors with those of their source.
+    """Compare the checksums of written tensors with those of their source.
 
-    Call `record` on all values, `compare` on each complete group, and `finish` at the end.
+    Call `record` on all values, `compare` on each group whose outputs are all written, and `finish`
+    at the end.
     """
 
     plan: ExportPlan
@@ -372,18 +390,20 @@ class ExportProof:
     _written: dict[str, int] = field(default_factory=dict)  # exported name -> sum of its values
 
     def record(self, group: ExportGroup, name: str, values: TensorValues) -> TensorValues:
-        """Return the values of an exported tensor, and sum them if the source has no checksum.
+        """Return the values of an exported tensor for writing.
 
-        The sum is recorded while the returned values are iterated.
+        If the source has no checksum of the group, the returned iterator sums the values. The sum
+        is stored when it ends.
         """
         if self._has_source_sums(group):
             return values
         return self._sum_rows(name, values)
 
     def compare(self, folder: Path, group: ExportGroup) -> None:
-        """Read the written tensors of `group` in `folder` back and compare their checksums.
+        """Read back the written tensors of `group` in `folder`, and compare their checksums.
 
-        The names of tensors that differ are appended to `wrong`.
+        The names of tensors that differ are appended to `wrong`. For a converted group, it is the
+        first name only.
         """
         names = [self.plan.names[name] for name in group.outputs]
         entries = {name: _locate_in_folder(self.plan.tensors[name], folder) for name in names}
@@ -410,7 +430,10 @@ class ExportProof:
             )
 
     def _has_source_sums(self, group: ExportGroup) -> bool:
-        """Return True if the source has checksums of all parameters of `group` as exported."""
+        """Return True if the source has a checksum of each parameter of `group` as exported.
+
+        False for tensors that belong to no parameter, and for a conversion into several dtypes.
+        """
         dtypes = {self.plan.tensors[self.plan.names[name]].dtype for name in group.outputs}
         if not group.sources or (group.converted and len(dtypes) > 1):
             return False
@@ -420,7 +443,8 @@ class ExportProof:
     def _loads_as_saved(self, group: ExportGroup, entries: dict[str, StoredTensor]) -> bool:
         """Load a converted group as transformers does; return True if it equals the source.
 
-        `entries` maps the exported names to the written tensors. Checksums are compared.
+        Checksums are compared. False if it cannot be loaded. `entries` maps the exported names to
+        the written tensors.
         """
         (dtype,) = {entry.dtype for entry in entries.values()}
         parameters: dict[str, torch.Tensor] = {}
@@ -444,7 +468,10 @@ class ExportProof:
         return copy.deepcopy(self.plan.model)  # reading changes a model's dtypes
 
     def _sum_rows(self, name: str, values: TensorValues) -> Iterator[torch.Tensor]:
-        """Yield the values of a tensor unchanged; at the end, record their checksum when cast."""
+        """Yield the values of a tensor unchanged; at the end, store their checksum.
+
+        The checksum is that of the values cast to the exported dtype.
+        """
         place, first, total = self.plan.tensors[name], 0, 0
         for part in [values] if isinstance(values, torch.Tensor) else values:
             rows = part if len(place.shape) > 1 else part.reshape(1, -1)

@@ -25,7 +25,9 @@ def bit_sums(rows: torch.Tensor) -> torch.Tensor:
     Reads the tensor once, at 20 GB/s on one core. See [Note: bit sums].
 
     Returns:
-        int64 [n] on the tensor's device: the wrapping sum of each row's bytes as 8-byte integers.
+        int64 [n] on the tensor's device: the wrapping sum of each row's bytes, read as 8-byte
+        integers. Bytes at the end of a row that do not fill 8 bytes are summed as integers of the
+        element's size. An empty row has the sum 0.
     """
     if not rows.numel():
         return torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
@@ -44,15 +46,15 @@ def bit_sums(rows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def part_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute the byte sum and the row sum of the part of `tensor` that this rank holds.
+    """Compute the byte sum and the row sum of this rank's part of `tensor`.
 
     Reads the part once and does not synchronise the device. Needs 8 bytes of memory for each row.
     See [Note: bit sums].
 
     Returns:
-        int64 [2] on the device. First the byte sum, which equals `bytes_sum` of the same bytes in a
-        file. Then the row sum. The sum of the row sums of all ranks is the same for any number of
-        shards, if the tensor is sharded by rows (`is_sharded_by_rows`).
+        int64 [2] on the device: (byte sum, row sum). The byte sum equals `bytes_sum` of the part's
+        bytes in a file. If the tensor is sharded by rows (`is_sharded_by_rows`), the row sums of
+        all shards add up to the same number for any number of shards.
     """
     part = local_tensor(tensor).detach()
     first = local_slices(tensor)[0].start if isinstance(tensor, DTensor) and tensor.ndim else 0
@@ -71,7 +73,7 @@ def byte_and_row_sums(rows: torch.Tensor, first: int) -> torch.Tensor:
         first: index of `rows[0]` in the complete tensor; the row sum depends on it.
 
     Returns:
-        int64 [2] on the device of `rows`: the byte sum, then the row sum. See [Note: bit sums].
+        int64 [2] on the device of `rows`: (byte sum, row sum). See [Note: bit sums].
     """
     total = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for begin in range(0, len(rows), _ROWS_AT_A_TIME):

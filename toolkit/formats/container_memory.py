@@ -46,7 +46,7 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory:
 
     Reads the control groups (versions 1 and 2) of the process and all their parents, because every
     limit applies. The result holds the smallest limit and the smallest free memory. Both are
-    infinite if there are no control groups, as on macOS.
+    infinite without a limit, or if there are no control groups, as on macOS.
 
     Args:
         root: root of the file system to read; tests pass another one.
@@ -59,7 +59,11 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, _ControlFiles]]:
-    """Yield (folder, names of its files) of this process's control groups and all their parents."""
+    """Yield (folder, files) of this process's memory control groups and all their parents.
+
+    `files` names the files of that version of control groups. Yields nothing without control
+    groups.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -76,7 +80,10 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, _ControlFiles]]:
 
 
 def _read_group(folder: Path, files: _ControlFiles) -> ContainerMemory:
-    """Read the memory limit and free memory of one control group; infinite without a limit."""
+    """Read limit and free memory of one control group, in bytes.
+
+    Both are infinite if the group has no limit or cannot be read.
+    """
     try:
         limit = int((folder / files.limit).read_text())
     except (OSError, ValueError):  # no such group here, or "max"

@@ -39,11 +39,12 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
     Args:
         folder: the DCP folder.
         blobs: also check that each shard file exists and is large enough for its chunks. Pass False
-            to read the metadata of a folder with damaged shard files.
+            to read the metadata of a folder with missing or damaged shard files.
 
     Raises:
-        CheckpointError: the file is missing or damaged, it names a class that DCP does not need or
-            a file outside of the folder, or a shard file is missing or too short.
+        CheckpointError: the file is missing or damaged, or it names a file outside of the folder or
+            a class that DCP does not need; with `blobs`, also if a shard file is missing or too
+            short.
     """
     file = Path(folder) / METADATA_FILE
     if not file.is_file():
@@ -125,10 +126,16 @@ _InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 class _Unpickler(_InPython):
-    """Unpickle plain data of protocols 4 and 5, with placeholders for all class instances."""
+    """Unpickler for plain data of pickle protocols 4 and 5.
+
+    It creates placeholders instead of class instances, and refuses any other opcode or class.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the placeholder class or dtype of an allowed name; else raise CheckpointError."""
+        """Return the placeholder class or dtype for an allowed name; else raise CheckpointError.
+
+        `module` and `name` come from the pickle; nothing is imported.
+        """
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
         if module == "torch" and name in _DTYPES:
@@ -254,15 +261,15 @@ def _tensor_metadata(fqn: str, record: Any, max_chunks: int) -> TensorStorageMet
 
 
 def _get_fields(record: Any, kind: str, **types: Any) -> list[Any]:
-    """Return fields of a placeholder, in the order of `types`; a missing field is None.
+    """Return the fields of a placeholder that `types` names, in this order.
 
     Args:
         record: the placeholder.
-        kind: name of the class that it must stand for.
-        types: field name -> expected type.
+        kind: name of the class that the placeholder must represent.
+        types: field name -> expected type. The value of a missing field is None.
 
     Raises:
-        TypeError: `record` stands for another class, or a field has another type.
+        TypeError: `record` represents another class, or a field has another type.
     """
     if not isinstance(record, _StandIn) or record.kind != kind or type(record.state) is not dict:
         actual = getattr(record, "kind", type(record).__name__)
@@ -289,10 +296,11 @@ def _parse_sizes(value: Any) -> tuple[int, ...]:
 
 
 def _parse_planner_path(value: Any) -> Any:
-    """Return a DCP planner's path if it is a flat list of at most 100 names and indices.
+    """Return `value` if it can be a path of DCP's planner: up to 100 names and indices.
 
     Raises:
-        TypeError: it is anything else. Code that walks through nested lists might never end.
+        TypeError: it is anything else, such as a nested list. Code that walks through nested lists
+            might never end.
     """
     is_short = isinstance(value, list | tuple) and len(value) <= 100
     if not is_short or not all(isinstance(part, str | int) for part in value):
@@ -301,12 +309,12 @@ def _parse_planner_path(value: Any) -> Any:
 
 
 def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> None:
-    """Raise CheckpointError if a blob exceeds its shard file, or is smaller than its chunk.
+    """Raise CheckpointError if a blob ends after its shard file, or is smaller than its chunk.
 
     Args:
         folder: the DCP folder, for the message.
         metadata: its metadata.
-        sizes: file name -> size in bytes.
+        sizes: shard file name -> size in bytes.
     """
     for index, info in metadata.storage_data.items():
         name, end = info.relative_path, info.offset + info.length

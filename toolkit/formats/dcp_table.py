@@ -51,10 +51,11 @@ class ChunkTable:
         return find_boxes_fault(size, boxes)
 
     def metadata_of_boxes(self, boxes: dict[str, tuple[Iterable[int], Iterable[int]]]) -> Metadata:
-        """Build torch's `Metadata` of only those chunks that overlap given boxes.
+        """Build torch's `Metadata` with only those chunks that overlap given boxes.
 
         Args:
-            boxes: tensor name -> (offsets, sizes) of a box in it. Other tensors are omitted.
+            boxes: tensor name -> (offsets, sizes) of a rectangular part of the tensor. Tensors
+                without a box are omitted; an empty box has no chunks.
         """
         rows = {}
         for name, (offsets, sizes) in boxes.items():
@@ -69,7 +70,7 @@ class ChunkTable:
         return self._build_metadata(dict.fromkeys(self.tensors))
 
     def _build_metadata(self, rows: dict[str, Array | None]) -> Metadata:
-        """Build torch's `Metadata` of the chosen chunks.
+        """Build torch's `Metadata` with the chosen chunks.
 
         Args:
             rows: tensor name -> indices of its chunks; None takes all of them.
@@ -131,7 +132,7 @@ def _are_full_rows(size: tuple[int, ...], offsets: Array, sizes: Array) -> bool:
 
     Args:
         size: shape of the tensor.
-        offsets: [chunks, dims], where each chunk begins.
+        offsets: [chunks, dims], first index of each chunk in the tensor.
         sizes: [chunks, dims], shape of each chunk.
     """
     has_full_rows = (offsets[:, 1:] == 0).all() and (sizes[:, 1:] == numpy.array(size[1:])).all()

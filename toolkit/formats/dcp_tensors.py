@@ -46,7 +46,8 @@ class Chunk:
 def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chunk]:
     """Find the non-empty chunks of one tensor, and locate their bytes in the shard files.
 
-    Reads the zip directory of each chunk's blob, but no tensor values.
+    A blob is the part of a shard file that holds one chunk. Its zip directory is read, but no
+    tensor values.
 
     Args:
         folder: the DCP folder.
@@ -71,7 +72,11 @@ def _get_tensor_metadata(metadata: Metadata, fqn: str) -> TensorStorageMetadata:
 
 
 def _find_chunk(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMetadata) -> Chunk:
-    """Locate one chunk; raise CheckpointError if its blob does not match the metadata."""
+    """Locate the bytes of one chunk, and return it as a `Chunk`.
+
+    Raises:
+        CheckpointError: its blob is missing or damaged, or does not match the metadata.
+    """
     info = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
     if info is None:
         raise CheckpointError(f"{fqn}: the chunk at {tuple(part.offsets)} is stored nowhere")
@@ -102,24 +107,31 @@ def _find_chunk(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMe
 
 
 def read_chunk(chunk: Chunk) -> torch.Tensor:
-    """Read a chunk's values onto the CPU with torch.load. Chunks without `raw` need this."""
+    """Read a chunk's values onto the CPU with torch.load, as a contiguous tensor.
+
+    Needed for chunks whose `raw` is None; it also works for others.
+    """
     with open(chunk.file, "rb", buffering=0) as f:
         return BlobView(f.fileno(), *chunk.blob).load("cpu").contiguous()
 
 
 def find_coverage_fault(metadata: Metadata, fqn: str) -> str | None:
-    """Explain why chunks do not cover each element of `fqn` exactly once; None if they do."""
+    """Explain why the chunks of tensor `fqn` do not cover each element exactly once.
+
+    Returns:
+        The explanation; None if they do.
+    """
     entry = _get_tensor_metadata(metadata, fqn)
     boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks]
     return find_boxes_fault(tuple(entry.size), boxes)
 
 
 def find_boxes_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Explain why `boxes` do not cover each element of `shape` exactly once; None if they do.
+    """Explain why `boxes` do not cover each element of a tensor exactly once; None if they do.
 
     Args:
         shape: shape of the tensor.
-        boxes: (offsets, sizes) of each rectangular part.
+        boxes: (offsets, sizes) of each rectangular part. Empty parts are ignored.
     """
     boxes = [(offsets, sizes) for offsets, sizes in boxes if math.prod(sizes) > 0]
     if not shape and len(boxes) > 1:
@@ -143,6 +155,8 @@ def find_boxes_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None
 def check_blob(file: Path, offset: int, length: int) -> None:
     """Raise CheckpointError if a blob is not as torch.save writes it, or is compressed.
 
+    A blob is the zip archive of one tensor in a shard file.
+
     Args:
         file: the shard file.
         offset: first byte of the blob in the file.
@@ -156,10 +170,10 @@ def check_blob(file: Path, offset: int, length: int) -> None:
 
 
 def find_payload(blob: "BlobView") -> tuple[int, int]:
-    """Locate a tensor's bytes in a blob; torch.save writes them as the zip record `data/0`.
+    """Locate the tensor's bytes in a blob; torch.save writes them as the zip record `data/0`.
 
-    Compressed records are refused, because a small blob could expand to a large tensor. The CRCs of
-    the other records are checked if the blob has CRCs.
+    Compressed records are refused, because a small blob could expand to a large tensor. If the blob
+    has CRCs, those of all records except `data/0` are checked.
 
     Returns:
         (offset in the blob, number of bytes); (0, 0) if there is no such record.
@@ -198,7 +212,8 @@ def find_payload(blob: "BlobView") -> tuple[int, int]:
 def _check_directory(blob: "BlobView", begin: int) -> None:
     """Raise CheckpointError if zipfile and torch would read different zip directories of a blob.
 
-    torch follows the offsets at the blob's end. zipfile searches for the directory before them.
+    torch follows the offsets at the end of the blob. zipfile searches for a directory that ends
+    there.
 
     Args:
         blob: the blob.
@@ -222,7 +237,10 @@ def _check_uncompressed(record: zipfile.ZipInfo) -> None:
 
 
 class BlobView(io.RawIOBase):
-    """A read-only stream over one blob of a file. It never reads bytes outside of the blob."""
+    """A read-only stream over the bytes [offset, offset + length) of a file: one blob.
+
+    It never reads bytes outside of the blob.
+    """
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         super().__init__()
@@ -231,9 +249,12 @@ class BlobView(io.RawIOBase):
         """Most bytes that one read may request; None: any number."""
 
     def read_at(self, position: int, count: int) -> bytes:
-        """Read `count` bytes from an offset in the blob; fewer if the blob ends before.
+        """Read up to `count` bytes at byte `position` of the blob, without moving the stream.
 
-        Does not move the stream's position. Raises CheckpointError for more than `max_read` bytes.
+        Fewer bytes are returned if the blob ends before.
+
+        Raises:
+            CheckpointError: more than `max_read` bytes are requested.
         """
         count = max(0, min(count, self.length - position))
         if self.max_read is not None and count > self.max_read:

@@ -18,13 +18,14 @@ def device_pool(
     """Start a thread pool whose threads use the same accelerator device as the calling thread.
 
     Args:
-        threads: number of threads.
+        threads: maximum number of threads.
         name: prefix of the threads' names.
         begin: function that each thread calls once when it starts; None calls nothing.
     """
     choose = _make_device_selector()
 
     def start() -> None:
+        """Select the device in a new thread, then call `begin`."""
         choose()
         if begin is not None:
             begin()
@@ -41,6 +42,7 @@ def device_thread(work: Callable[[], object], name: str) -> threading.Thread:
     choose = _make_device_selector()
 
     def run() -> None:
+        """Select the device in the new thread, then call `work`."""
         choose()
         work()
 
@@ -50,10 +52,14 @@ def device_thread(work: Callable[[], object], name: str) -> threading.Thread:
 
 
 def _make_device_selector() -> Callable[[], None]:
-    """Create a function that selects the current thread's device in the thread that calls it."""
+    """Create a function that selects the caller's current accelerator device in another thread.
+
+    Call the returned function in that thread. Without an accelerator it does nothing.
+    """
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def choose() -> None:
+        """Select the device in the calling thread."""
         if device is not None:
             torch.accelerator.set_device_index(device)
 

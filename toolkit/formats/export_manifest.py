@@ -68,7 +68,7 @@ def describe_folder(folder: Path, only: Iterable[str] | None = None) -> dict[str
 
 
 def describe_tensor(entry: StoredTensor, xxh3: str) -> dict[str, Any]:
-    """Build a tensor's entry in the manifest: file, dtype, shape, offset in the file, and hash.
+    """Build a tensor's entry in the manifest: file, dtype, shape, offset in bytes, and hash.
 
     Args:
         entry: the contiguous tensor in its file.
@@ -103,14 +103,14 @@ def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> No
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read and check the manifest of an export.
+    """Read and validate the manifest of an export.
 
     Returns:
         {"version", "toolkit", "origin", "files", "tensors"}, as `write` wrote it.
 
     Raises:
-        ExportError: there is no manifest, its bytes differ from those that `write` would write, it
-            has another version, or it names a file outside of its folder.
+        ExportError: there is no manifest, it is damaged, has another version, or names a file
+            outside of its folder.
     """
     file = folder / FILE
     if not file.is_file():
@@ -130,16 +130,16 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def names_in_manifest(folder: Path) -> list[str]:
-    """List the names of a folder's files that belong into its manifest, sorted.
+    """List the sorted names of a folder's entries that belong into its manifest.
 
-    It skips the manifest, the model card, hidden files and files with terms of use.
+    These are all except the manifest, the model card, hidden files and files with terms of use.
     """
     names = (n for n in os.listdir(folder) if n not in (FILE, CARD) and n[0] != ".")
     return sorted(name for name in names if not _TERMS.fullmatch(name))
 
 
 def terms_files(folder: Path) -> list[str]:
-    """List the names of a folder's licence and terms-of-use files, sorted.
+    """List the sorted names of a folder's licence and terms-of-use files.
 
     They are not in the manifest, because the user may edit them, like the model card.
     """
@@ -147,7 +147,11 @@ def terms_files(folder: Path) -> list[str]:
 
 
 def _encode(manifest: dict[str, Any]) -> bytes:
-    """Encode a manifest with its own sha256. Equal manifests have equal bytes."""
+    """Encode a manifest as JSON with the sha256 of its text; equal manifests give equal bytes.
+
+    Raises:
+        ValueError: it contains NaN or infinity.
+    """
     text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{{"sha256": "{digest}", "manifest": {text}}}\n'.encode()

@@ -20,7 +20,7 @@ SOURCE_FILE = "source.json"  # in a checkpoint's hf/ folder only, never exported
 
 @dataclass
 class HFAssets:
-    """Everything that an export needs besides the trained weights.
+    """Everything that an export needs in addition to the trained weights.
 
     It holds the small files of the source folder, and facts about the source's tensors.
     """
@@ -64,7 +64,7 @@ class HFAssets:
     """Checksum of each tensor of a loaded base under adapters, as memory holds it."""
 
     def save(self, folder: Path) -> None:
-        """Write config, files and `source.json` into an existing folder, for `load`."""
+        """Write config, files and `source.json` into an existing folder; `load` reads them."""
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", "utf-8")
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
@@ -73,12 +73,13 @@ class HFAssets:
 
     @classmethod
     def load(cls, folder: Path) -> "HFAssets":
-        """Read the assets of a checkpoint's `hf/` folder, or of any Hugging Face folder.
+        """Read the assets in a checkpoint's `hf/` folder, or in any Hugging Face folder.
 
-        Fields that exist in memory only keep their defaults.
+        Fields that are never stored keep their defaults. A folder without `source.json` is itself
+        the source of the key names.
 
         Raises:
-            ModelError: config.json or `source.json` is missing or malformed.
+            ModelError: config.json is missing or malformed, or `source.json` is malformed.
         """
         file, config, files = folder / SOURCE_FILE, read_config(folder), asset_files(folder)
         if not file.is_file():

@@ -45,16 +45,17 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Return True if a folder has `adapter_config.json` or `adapter_model.safetensors`."""
+    """Return True if a folder has adapter_config.json or adapter_model.safetensors."""
     return (folder / ADAPTER_FILE).is_file() or (folder / ADAPTER_WEIGHTS).is_file()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's config.json, and check its structure and its counts.
+    """Read a folder's config.json, and validate its structure and its counts.
 
     Raises:
         ModelError: the file is missing or is no JSON object, a standard setting has a wrong type,
-            or it has more layers, experts or labels than any known model.
+            or it has more layers, experts or labels than any known model. For an adapter folder,
+            the error says so.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -82,10 +83,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_adapter(file: Path, name: str) -> None:
-    """Raise ModelError if the adapter_config.json `file` exists; it names the right settings.
+    """Raise ModelError if the file adapter_config.json exists; it says how to set an adapter.
 
     Args:
-        file: path at which a PEFT folder has its config.
+        file: path of adapter_config.json.
         name: folder or Hub id that was given as a model, for the message.
     """
     if not file.is_file():
@@ -100,7 +101,7 @@ def refuse_adapter(file: Path, name: str) -> None:
 
 
 def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of a JSON object or list, and of all objects nested in it."""
+    """Yield the (key, value) pairs of a JSON object or list, and of all objects nested in it."""
     if isinstance(value, dict):
         yield from value.items()
     for inner in value.values() if isinstance(value, dict) else value:
@@ -111,8 +112,8 @@ def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
 def check_parsed_files(folder: Path) -> None:
     """Raise ModelError if a JSON file or chat template of a folder is malformed or far too large.
 
-    Call it before transformers parses the folder, because transformers has no limits. A tokenizer's
-    folder may have no config.json.
+    Call it before transformers parses the folder, because transformers has no limits. Missing
+    files, also config.json, are no error.
     """
     if (folder / "config.json").is_file():
         read_config(folder)
@@ -130,8 +131,13 @@ def check_parsed_files(folder: Path) -> None:
 def asset_files(folder: Path) -> dict[str, bytes]:
     """Read the files that an export copies: generation config, tokenizer, template, custom code.
 
+    Chat templates in a subfolder are moved into tokenizer_config.json.
+
     Returns:
         File name -> content. Weights and config.json are not included.
+
+    Raises:
+        ModelError: a file is a link out of the folder, or a template is malformed.
     """
     names = [n for n in (*ASSET_FILES, *vocabulary_files(folder)) if (folder / n).is_file()]
     names += sorted(p.name for p in folder.glob("*.py") if p.is_file())
@@ -141,7 +147,7 @@ def asset_files(folder: Path) -> dict[str, bytes]:
 
 
 def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Copy the chat templates of a subfolder into tokenizer_config.json.
+    """Return `files` with the chat templates of a subfolder in tokenizer_config.json.
 
     transformers saves templates other than the default in a subfolder, which checkpoints and
     exports cannot have. It also reads a list of templates from tokenizer_config.json, but only if
@@ -152,8 +158,8 @@ def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, by
         files: file name -> content.
 
     Returns:
-        `files` with the changed tokenizer_config.json and without chat_template.jinja; `files`
-        itself if there are no such templates.
+        A copy of `files` with the changed tokenizer_config.json and without chat_template.jinja;
+        `files` itself if the subfolder or tokenizer_config.json is missing.
     """
     more = sorted((folder / TEMPLATES).glob("*.jinja"))
     if not more or "tokenizer_config.json" not in files:

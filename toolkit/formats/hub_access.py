@@ -29,10 +29,11 @@ def hub_unreachable_reason() -> str:
     """Try once per process to connect to the Hub, and return why it cannot be reached.
 
     If it cannot be reached, the Hub client is switched to offline mode for this process. Otherwise
-    it would retry for 30 s for each file.
+    it would retry for 30 s for each file. Takes up to 3 s; later calls return the first result.
 
     Returns:
-        The reason; "" if the Hub is reachable, HF_HUB_OFFLINE is set, or a proxy is used.
+        The reason; "" if the Hub is reachable, and also if nothing was tried because HF_HUB_OFFLINE
+        or a proxy is set.
     """
     import huggingface_hub
     from huggingface_hub import constants
@@ -51,7 +52,10 @@ def hub_unreachable_reason() -> str:
 
 @functools.cache
 def warn_if_hub_unreachable() -> None:
-    """Print a warning to stderr on rank 0 if the Hub is unreachable; once per process."""
+    """Print a warning to stderr on rank 0 if the Hub is unreachable; once per process.
+
+    The first call may take 3 s, see `hub_unreachable_reason`.
+    """
     if (reason := hub_unreachable_reason()) and os.environ.get("RANK", "0") == "0":
         print(f"WARNING: {reason}: only what the cache holds is used", file=sys.stderr, flush=True)
 
@@ -63,7 +67,8 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
         name_or_path: a folder or a Hub id.
         revision: branch, tag or commit of the Hub id; None: the default branch.
         ask: download config.json if it is not in the cache. This never happens if the first part of
-            the name is a local folder, because a misspelt path could match a stranger's model.
+            the name is a local folder, because a misspelt path could match a stranger's model. If
+            False, only the cache is searched.
 
     Raises:
         ModelError: there is neither a folder nor a model of this name, the model is gated, or it is
@@ -102,10 +107,10 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
 
 
 def _download_adapter_config(name: str, revision: str | None) -> Path:
-    """Download the adapter_config.json of a Hub repository.
+    """Download the adapter_config.json of a Hub repository to the cache.
 
     Returns:
-        Its path in the cache; a path that does not exist if there is no such file or the Hub fails.
+        Its path. If there is no such file or the Hub fails, a path that does not exist.
     """
     from transformers.utils import cached_file
 
@@ -117,7 +122,7 @@ def _download_adapter_config(name: str, revision: str | None) -> Path:
 
 
 def _has_local_parent(path: Path) -> bool:
-    """Return True if `path` has two parts, as a Hub id has, and the first is a local folder."""
+    """Return True if `path` has two parts, like a Hub id, and the first is a local folder."""
     return len(path.parts) == 2 and path.parent.is_dir()
 
 
@@ -125,7 +130,8 @@ def download_assets(name_or_path: str, revision: str | None = None) -> None:
     """Download the small files of a Hub id into the cache: config, tokenizer, templates, code.
 
     Exports copy them. Without this call, the cache would have only the files that this process
-    reads. Does nothing for a local path. If the download fails, only a warning is logged.
+    reads. Does nothing for a local path. If the download fails, a warning is logged on rank 0, and
+    nothing is raised.
     """
     from huggingface_hub import is_offline_mode, snapshot_download
 
@@ -149,7 +155,7 @@ def download_assets(name_or_path: str, revision: str | None = None) -> None:
 
 
 def ensure_file(folder: Path, name: str, remote: str | None, revision: str | None) -> bool:
-    """Download a file of a model folder if it is missing, and return True if the file exists then.
+    """Download a file of a model folder if it is missing; return True if it exists afterwards.
 
     Args:
         folder: the local folder, or the cached snapshot of `remote`.

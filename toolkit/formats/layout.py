@@ -10,7 +10,7 @@ Tensors = dict[str, torch.Tensor]  # by name
 
 
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Compute which slice of each dim of the full tensor this rank holds."""
+    """Return the slice [start, stop) of each dim of the full tensor that this rank holds."""
     part = torch_private("distributed.tensor._utils", "compute_local_shape_and_global_offset")
     shape, offset = part(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
@@ -24,12 +24,15 @@ def is_sharded_by_rows(tensor: torch.Tensor) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor; any other tensor itself."""
+    """Return the local shard of a DTensor; return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def slice_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Slice the full tensor `whole` to the part that this rank holds of `like`, as a view."""
+    """Return the part of the full tensor `whole` that this rank holds of `like`, as a view.
+
+    If `like` is no DTensor, that is all of `whole`.
+    """
     return whole[local_slices(like)] if isinstance(like, DTensor) else whole
 
 
@@ -45,8 +48,8 @@ def like_dtensor(reference: DTensor, part: torch.Tensor) -> DTensor:
 def reshard(model: nn.Module) -> None:
     """Free the all-gathered parameters of every FSDP module in `model`, so that only shards remain.
 
-    After a forward without a backward, the root and other units that do not reshard still hold
-    gathered parameters. An optimizer that is built then would update tensors that nobody reads.
+    After a forward without a backward, the root module and others that do not reshard still hold
+    gathered parameters. An optimizer that is built then would update tensors that no module uses.
     """
     for module in model.modules():
         if callable(free := getattr(module, "reshard", None)):

@@ -34,13 +34,16 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def read_versions() -> dict[str, str]:
-    """Return package name -> version: the toolkit, Python, and packages that affect the weights."""
+    """Map package names to versions: the toolkit, Python, and packages that affect the weights."""
     installed = {package: importlib.metadata.version(package) for package in _PACKAGES}
     return {"toolkit": __version__, "python": platform.python_version(), **installed}
 
 
 def append_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append JSON lines to a file. If a write fails, remove all of them and raise the OSError."""
+    """Append one JSON line to a file for each dict.
+
+    If a write fails, all lines of this call are removed again, and the OSError is raised.
+    """
     content = memoryview("".join(json.dumps(line) + "\n" for line in lines).encode())
     with open(file, "ab", buffering=0) as f:
         end = f.tell()
@@ -54,9 +57,13 @@ def append_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def drop_lines_after(file: Path, step: int) -> None:
-    """Remove the lines with a larger `step` from a file, because a resumed run writes them again.
+    """Remove the lines whose `step` is larger than `step` from a file.
 
-    Replaces the file atomically. Does nothing if there is no file.
+    A resumed run calls it, because it writes these lines again. Replaces the file atomically. Does
+    nothing if there is no file.
+
+    Raises:
+        CheckpointError: a line before the last one is malformed.
     """
     if not file.is_file():
         return
@@ -65,12 +72,12 @@ def drop_lines_after(file: Path, step: int) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON objects, one per line, each with a `step`; [] if there is no file.
+    """Read a file with one JSON object per line, each with a `step`; [] if there is no file.
 
     A malformed last line is skipped, because a killed process may have left it incomplete.
 
     Raises:
-        CheckpointError: another line is malformed or has no step.
+        CheckpointError: another line is malformed, or has no non-negative integer `step`.
     """
     texts = file.read_bytes().splitlines() if file.is_file() else []
     lines = []

@@ -12,12 +12,12 @@ BLOCK = 2**20  # bytes to read at a time; they stay in the processor's cache whi
 
 
 def is_plain_name(name: str) -> bool:
-    """Return True if `name` is a file name, and no path, on every operating system."""
+    """Return True if `name` is a file name without a folder, on every operating system."""
     return name not in ("", ".", "..") and not re.search(r"[\0\\/]|^[A-Za-z]:", name)
 
 
 def is_inner_path(name: str) -> bool:
-    """Return True if `name` is a normalised path inside a folder, such as `dcp/.metadata`."""
+    """Return True if `name` is a path such as `dcp/.metadata`, relative and without `.` or `..`."""
     return all(is_plain_name(part) for part in name.split("/"))
 
 
@@ -32,7 +32,9 @@ def is_hub_cache_link(path: Path) -> bool:
 
 
 def resolve_plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
-    """Return the path of a regular file of a folder, if it really lies in that folder.
+    """Return the path of the file `name` in `folder`; raise an error if it leads out of the folder.
+
+    Links inside the folder, and links of the Hub's cache to its blobs, are allowed.
 
     Args:
         folder: the folder.
@@ -40,8 +42,8 @@ def resolve_plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Pa
         error: class of the exception.
 
     Raises:
-        ToolkitError: an `error`, if the name is a path, the file is missing, or it is a link out of
-            the folder. Links of the Hub's cache to its blobs are allowed.
+        ToolkitError: an instance of `error`: the name is a path, the file is missing or not
+            regular, or it is a link out of the folder.
     """
     path, home = folder / name, folder.resolve()
     if not is_plain_name(name):
@@ -57,9 +59,9 @@ def resolve_plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Pa
 
 
 def hash_file_part(file: Path, begin: int, count: int) -> str:
-    """Compute the XXH3-128 hash of a part of a file, in hexadecimal, at 10 GB/s.
+    """Compute the XXH3-128 hash of `count` bytes of a file from `begin`, in hexadecimal.
 
-    It detects accidents, not tampering.
+    Runs at 10 GB/s. The hash detects accidents, not tampering.
 
     Args:
         file: the file.
@@ -85,7 +87,7 @@ def find_damaged_tensors(file: Path, parts: Iterable[tuple[str, int, int, str]])
 
     Args:
         file: the file.
-        parts: (tensor name, offset, number of bytes, XXH3-128) of each tensor.
+        parts: (tensor name, offset in bytes, number of bytes, XXH3-128 hash) of each tensor.
 
     Returns:
         Tensor name -> description of the problem, for damaged tensors only.

@@ -30,7 +30,15 @@ def transformers_private(module: str, name: str) -> Any:
 def _resolve_private(
     library: str, module: str, name: str, error: type[ToolkitError], releases: str
 ) -> Any:
-    """Import `library.module:name`; if it is missing, raise `error`, which names `releases`."""
+    """Import `library.module:name`.
+
+    Args:
+        library: name of the library.
+        module: module path in the library.
+        name: attribute of the module, possibly dotted.
+        error: class of the exception if it is missing.
+        releases: versions that have it, for the message.
+    """
     try:
         return pkgutil.resolve_name(f"{library}.{module}:{name}")
     except (ImportError, AttributeError) as cause:

@@ -45,7 +45,7 @@ _MAX_DIMS = 64
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read the header of a safetensors file as tensor name -> location, dtype and shape.
+    """Read the header of a safetensors file: tensor name -> location, dtype and shape.
 
     Raises:
         LoadingError: the header is damaged or too large, tensors overlap or leave gaps, or the file
@@ -74,7 +74,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def header_metadata(file: Path) -> dict[str, str]:
-    """Read `__metadata__` of a safetensors header; raise LoadingError if it is damaged."""
+    """Read `__metadata__` of a safetensors header; {} if there is none.
+
+    Raises:
+        LoadingError: the header is damaged.
+    """
     return _read_raw_header(file)[0].get("__metadata__", {})
 
 
@@ -144,14 +148,14 @@ def _header_error(file: Path, problem: object) -> LoadingError:
 def weight_files(
     folder: Path, name_or_path: str | None = None, revision: str | None = None
 ) -> list[Path]:
-    """Find the safetensors files of a model folder, and download missing ones from the Hub.
+    """Return the safetensors files of a model folder; download missing ones from the Hub.
 
     Uses model.safetensors if it exists, else the files that the index names.
 
     Args:
         folder: the model folder.
-        name_or_path: the Hub id to download missing files from. A local folder or None: no
-            download.
+        name_or_path: the Hub id to download missing files from. If it is a local folder or None,
+            nothing is downloaded.
         revision: branch, tag or commit of the Hub id.
 
     Raises:
@@ -187,7 +191,9 @@ def weight_files(
 
 
 def read_weights(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Read the headers of all weight files of a model as tensor name -> `StoredTensor`.
+    """Read the headers of all weight files of a model: tensor name -> `StoredTensor`.
+
+    With several files, the index next to them is compared with the headers.
 
     Raises:
         LoadingError: a file is damaged, two files hold the same tensor, or a tensor is not in the
@@ -215,7 +221,11 @@ def source_dtypes(folder: Path) -> dict[str, str] | None:
     """Map each tensor of the weights in `folder` to its safetensors dtype, such as "BF16".
 
     Returns:
-        None if the weights are missing or damaged; loading them reports the damage.
+        The dict; None if the weights are missing or damaged, which is reported when they are
+        loaded.
+
+    Raises:
+        ModelError: the folder holds an adapter.
     """
     try:
         entries = read_weights(weight_files(folder))
@@ -225,7 +235,11 @@ def source_dtypes(folder: Path) -> dict[str, str] | None:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Read a safetensors index: tensor name -> file name; raise LoadingError if malformed."""
+    """Read a safetensors index: tensor name -> file name.
+
+    Raises:
+        LoadingError: the file is missing or malformed, or names a file outside of its folder.
+    """
     content = read_json(file, LoadingError, strict=True)
     index = content.get("weight_map") if isinstance(content, dict) else None
     if not index or not is_text_map(index):
@@ -243,7 +257,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 class OpenFiles(contextlib.ExitStack):
-    """A context that keeps safetensors files open, and counts the bytes requested from them."""
+    """A context that keeps safetensors files open; `requested` counts the bytes read from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,29 +266,29 @@ class OpenFiles(contextlib.ExitStack):
         self._lock = threading.Lock()
 
     def get_slice(self, name: str, entry: StoredTensor) -> Any:
-        """Return safetensors' lazy slice object of a tensor. Opens the file, reads no values."""
+        """Return safetensors' lazy slice object of a tensor; open its file if necessary."""
         if entry.file not in self._files:
             self._files[entry.file] = self.enter_context(safe_open(entry.file, framework="pt"))
         return self._files[entry.file].get_slice(name)
 
     def count_request(self, nbytes: int) -> None:
-        """Add to the number of requested bytes. Safe to call from any thread."""
+        """Add `nbytes` to `requested`. Safe to call from any thread."""
         with self._lock:
             self.requested += nbytes
 
 
 class FileTensor:
-    """A tensor in a file that is read when it is indexed, for transformers' loader.
+    """A tensor in a file whose values are read when it is indexed.
 
-    It has the interface of safetensors' slice object.
+    It has the interface of safetensors' slice object, which transformers' loader expects.
 
     Args:
         reader: the open files.
         name: name of the tensor.
         entry: its header entry.
         dtype: dtype to which floating values are cast; None keeps the file's dtype.
-        rows: number of rows to present if the embedding was resized. Added rows are the mean of the
-            stored rows. None: as stored.
+        rows: number of rows of a resized embedding. Added rows are the mean of the stored rows.
+            None: as stored.
         copy: return copies in `dtype`. If False, results may be views of the file, and are not
             cast.
     """
@@ -294,7 +308,7 @@ class FileTensor:
         self._shape = entry.shape if rows is None else (rows, *entry.shape[1:])
 
     def get_shape(self) -> list[int]:
-        """Return the shape after a resize, if there is one."""
+        """Return the shape, with the number of rows after a resize."""
         return list(self._shape)
 
     def get_dtype(self) -> str:

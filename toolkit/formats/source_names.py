@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportGroup:
-    """Parameters that are exported together: one to copy, or several to convert."""
+    """Tensors that are exported together: one parameter to copy, or several to convert.
+
+    Without parameters, it is a tensor that is copied from the source model.
+    """
 
     sources: tuple[str, ...]  # parameter names; none: copied from the source checkpoint
     outputs: dict[str, tuple[int, ...]]  # exported name -> shape
@@ -29,6 +32,7 @@ def conversion_mapping(model: "PreTrainedModel", **options: Any) -> list[Any]:
     """Return transformers' conversions from checkpoint keys to the parameters of `model`.
 
     The model must not be sharded. The entries are `WeightRenaming` and `WeightConverter` objects.
+    `options` are passed to transformers.
     """
     name = "get_model_conversion_mapping"  # a sharded class counts as custom code, and has none
     return transformers_private("conversion_mapping", name)(model, **options)
@@ -65,8 +69,8 @@ def map_source_keys(
 
     Yields:
         (key, parameter name, source pattern of the converter). The pattern is None if no converter
-        applies. If a key becomes several parameters, the name is the first one. If it becomes none,
-        the name may not exist in the model.
+        applies. If a key becomes several parameters, the name is that of the first. If it becomes
+        none, it is a name that the model may not have.
     """
     rename = transformers_private("core_model_loading", "rename_source_key")
     mapping = assets_of(model).conversions if conversions is None else conversions
@@ -94,16 +98,14 @@ def group_source_keys(model: "PreTrainedModel", keys: Iterable[str]) -> SourceKe
 
 
 def summarise_names(names: Collection[str], keys: Iterable[str]) -> str:
-    """Format a short summary of tensor names, grouped by module; at most three groups are listed.
+    """Format a short summary of tensor names, such as "29 tensors: model.mtp.* (29)".
 
-    A group is the outermost module that contains none of the other tensors.
+    The names are grouped by module, and at most three groups are listed. The module of a name is
+    the outermost one that contains no tensor outside of `names`.
 
     Args:
         names: names to summarise.
         keys: names of all tensors.
-
-    Returns:
-        For example "29 tensors: model.mtp.* (29)".
     """
     other_names = set(keys) - set(names)
     mixed_modules = {
@@ -120,11 +122,11 @@ def summarise_names(names: Collection[str], keys: Iterable[str]) -> str:
 
 
 def use_source_names(model: "PreTrainedModel", assets: HFAssets) -> None:
-    """Set the conversions with which `model` is exported under its source's key names.
+    """Set the conversions with which `model` is exported under the key names of its source.
 
-    Sets `model._weight_conversions`. The mapping of an architecture accepts several spellings of a
-    key, so only the conversions that apply to the source's keys are kept: the export then has the
-    source's spelling. Without a source, transformers' current names are used.
+    Sets `model._weight_conversions`. An architecture's mapping accepts several spellings of a key.
+    Only the conversions that apply to the source's keys are kept, so the export has the source's
+    spelling. Without a source, transformers' current names are used.
     """
     if assets.source is None:
         # For `revert_weight_conversion`, which would walk through the model for each tensor.
@@ -143,11 +145,16 @@ def use_source_names(model: "PreTrainedModel", assets: HFAssets) -> None:
 
 
 def export_groups(model: "PreTrainedModel", names: Iterable[str]) -> list[ExportGroup]:
-    """Plan which parameters become which exported tensors, with shapes. Reads no values.
+    """Decide which parameters are converted together, and into which exported names and shapes.
+
+    Reads no values.
 
     Args:
         model: the model, after `use_source_names`.
         names: parameters and buffers to export, without tied aliases.
+
+    Returns:
+        The groups; those without a conversion come first.
 
     Raises:
         ExportError: two groups would be exported under the same name.
@@ -176,11 +183,11 @@ def export_groups(model: "PreTrainedModel", names: Iterable[str]) -> list[Export
 
 
 def convert_back(model: "PreTrainedModel", tensors: Tensors) -> Tensors:
-    """Convert the tensors of one `ExportGroup` to the names and shapes of the source checkpoint.
+    """Convert the parameters of one `ExportGroup` to the names and shapes of the source checkpoint.
 
     Args:
         model: the model, after `use_source_names`.
-        tensors: parameter name -> tensor; meta tensors give only shapes.
+        tensors: parameter name -> tensor. Meta tensors give meta tensors, for their shapes.
 
     Returns:
         Exported name -> tensor.

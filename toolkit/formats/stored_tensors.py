@@ -17,7 +17,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk: dtype, shape and the chunks of files that together hold it."""
+    """A tensor on disk: its dtype, its shape, and the parts of files that hold its values.
+
+    It is contiguous if one part of one file holds all values in row-major order.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,10 +47,10 @@ class StoredTensor:
         return self.shape[0] if len(self.shape) > 1 else 1
 
     def read_rows(self, first: int, last: int) -> torch.Tensor:
-        """Read the rows from `first` up to, but not including, `last`.
+        """Read the rows [first, last) of the tensor.
 
         Returns:
-            [last - first, ...] on the CPU. A tensor with fewer than two dims has one row.
+            [last - first, ...] on the CPU. A tensor with fewer than two dims counts as one row.
 
         Raises:
             CheckpointError: a file is too short.
@@ -68,12 +71,12 @@ class StoredTensor:
 def contiguous_tensor(
     file: Path, dtype: torch.dtype, shape: tuple[int, ...], begin: int
 ) -> StoredTensor:
-    """Create the `StoredTensor` for a contiguous tensor that starts at byte `begin` of a file."""
+    """Create the `StoredTensor` of a contiguous tensor that starts at byte `begin` of a file."""
     return StoredTensor(dtype, shape, (Chunk(file, (0,) * len(shape), shape, dtype, begin),))
 
 
 def read_tensor(tensor: StoredTensor) -> torch.Tensor:
-    """Read a complete tensor from disk, in its own shape."""
+    """Read a complete tensor from disk to the CPU, in its stored shape."""
     return tensor.read_rows(0, tensor.rows).reshape(tensor.shape)
 
 
@@ -82,11 +85,12 @@ def read_blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, 
 
     Args:
         tensor: the tensor.
-        itemsize: bytes per element by which blocks are measured, if larger than the tensor's own.
-            Use it to read two tensors of different dtypes in equal blocks.
+        itemsize: bytes per element from which the size of a block is computed, if larger than the
+            tensor's own. Use it to read two tensors of different dtypes in equal blocks.
 
     Yields:
-        (index of the first row, rows). Tensors in chunks that are not row-major are one block.
+        (index of the first row, rows), in order. An empty tensor yields nothing. A tensor with
+        chunks that are not row-major is one block.
     """
     if tensor.nbytes == 0:
         return
@@ -99,14 +103,16 @@ def read_blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, 
 
 
 def compute_row_sum(tensor: StoredTensor) -> int:
-    """Read a tensor and compute its row sum, as manifests record it; see [Note: bit sums]."""
+    """Read a tensor and compute its row sum, the checksum in manifests; see [Note: bit sums]."""
     return wrap_to_int64(
         sum(compute_block_sum(tensor, first, rows) for first, rows in read_blocks(tensor))
     )
 
 
 def compute_block_sum(tensor: StoredTensor, first: int, rows: torch.Tensor) -> int:
-    """Compute the contribution of some rows to a tensor's row sum; see `compute_row_sum`.
+    """Compute the part of a tensor's row sum that comes from some of its rows.
+
+    The results of all blocks add up to `compute_row_sum`, modulo 2**64.
 
     Args:
         tensor: the complete tensor.
@@ -129,11 +135,13 @@ def same_values(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def first_difference(expected: StoredTensor, actual: StoredTensor) -> tuple[str | None, int]:
-    """Compare two tensors of equal shape, after a cast of `expected` to the dtype of `actual`.
+    """Cast `expected` to the dtype of `actual` and compare the values of both; read both once.
+
+    The shapes must be equal. NaN equals NaN.
 
     Returns:
-        (description of the first difference, or None if there is none; row sum of `expected` before
-        the cast).
+        (description of the number of differences and the first one, or None if there is none; row
+        sum of `expected` before the cast).
     """
     total = 0
     wrong = 0
@@ -159,7 +167,7 @@ def first_difference(expected: StoredTensor, actual: StoredTensor) -> tuple[str 
 def _read_chunk_rows(
     chunk: Chunk, sizes: tuple[int, ...], first: int, last: int, place: torch.Tensor
 ) -> None:
-    """Read rows of a chunk into `place`; raise CheckpointError if the file is too short.
+    """Read the rows [first, last) of a chunk into `place`.
 
     Args:
         chunk: the chunk.
@@ -167,6 +175,9 @@ def _read_chunk_rows(
         first: first row to read.
         last: the row after the last one.
         place: tensor [last - first, ...], which is overwritten.
+
+    Raises:
+        CheckpointError: the file is too short.
     """
     if chunk.raw is None:
         place.copy_(read_chunk(chunk).reshape(sizes)[first:last])

@@ -13,7 +13,7 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
 
 
 def fsync_path(path: Path) -> None:
-    """Fsync a file or a folder. It is no error if the file system cannot fsync folders."""
+    """Fsync a file or a folder. Some file systems refuse this for folders, which is no error."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -28,8 +28,8 @@ def fsync_path(path: Path) -> None:
 def write_behind(descriptor: int, begin: int, end: int) -> int:
     """Start to write a file's new bytes to disk in the background, so that a later fsync is short.
 
-    Does nothing below 16 MB of new bytes. The page cache may drop the written bytes, so read them
-    before this call if they are needed again.
+    Does nothing below 16 MB of new bytes. The page cache may drop the written bytes. If they are
+    needed again, read them before this call.
 
     Args:
         descriptor: file descriptor of the file.
@@ -37,7 +37,7 @@ def write_behind(descriptor: int, begin: int, end: int) -> int:
         end: number of bytes in the file.
 
     Returns:
-        The `begin` of the next call.
+        The `begin` for the next call.
     """
     if end - begin < _MIN_WRITE_BEHIND or not hasattr(os, "posix_fadvise"):
         return begin
@@ -46,9 +46,9 @@ def write_behind(descriptor: int, begin: int, end: int) -> int:
 
 
 def fsync_with_parents(folder: Path) -> None:
-    """Fsync a folder and all its parents on the same file system.
+    """Fsync a folder and its readable parents on the same file system.
 
-    If the power fails, a folder is lost with its content unless its entry in the parent was synced.
+    If the power fails, a new folder may be lost with its content unless its parent was synced.
     """
     device = os.stat(folder).st_dev
     for path in (folder.resolve(), *folder.resolve().parents):
@@ -79,10 +79,11 @@ def replace_synced(file: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replace_on_exit(file: Path) -> Iterator[Path]:
-    """Yield a temporary path, which replaces `file` atomically if the context raises nothing.
+    """Yield a temporary path, as a context manager; on success, it replaces `file` atomically.
 
-    Creates the folder. Many processes may write the same file. Nothing is fsynced, so use it for
-    files that can be created again.
+    If the context raises an error, the temporary file is deleted and `file` is unchanged. Creates
+    the folder. Many processes may write the same file. Nothing is fsynced, so use it for files that
+    can be created again.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_suffix(f".tmp-{uuid.uuid4().hex}")

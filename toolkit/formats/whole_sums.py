@@ -16,7 +16,7 @@ _BLOCK = 2**24  # elements to widen to 64 bits at a time
 
 @dataclass(frozen=True)
 class WholeSum:
-    """The checksum of a complete tensor, computed from the parts that all ranks hold."""
+    """The checksum of a complete tensor, summed over the parts on all ranks."""
 
     first: int  # over the first copy of each part
     copies: int  # over every copy
@@ -42,11 +42,11 @@ def whole_sums(
     Args:
         tensors: name -> tensor, with the same names on every rank. Tensors that are sharded along
             another dim than 0 are skipped.
-        part: computes a checksum of this rank's part. The checksums of parts must add up. Default:
-            the row sum.
+        part: computes the checksum of this rank's part of a tensor. The checksums of all parts must
+            add up to that of the tensor. Default: the row sum.
 
     Returns:
-        Name -> checksum; None if the process group is simulated (`fake_world`).
+        Name -> checksum, on every rank; None if the process group is simulated (`fake_world`).
     """
     names = [name for name, tensor in tensors.items() if is_sharded_by_rows(tensor)]
     shares = ranks.on_all(lambda: [int(part(tensors[name])) for name in names])
@@ -64,6 +64,8 @@ def whole_sums(
 def element_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Compute a checksum of this rank's part of a tensor that ignores the order of elements.
 
+    It is the wrapping sum of the elements' bits, read as integers.
+
     Returns:
         0-d int64 on the device. A single flipped bit changes it.
     """
@@ -75,7 +77,7 @@ def element_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def count_holders(tensor: torch.Tensor) -> int:
-    """Count the ranks that hold a replica of the same part of `tensor`."""
+    """Count the ranks that hold the same part of `tensor`; all ranks for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return ranks.world_size()
     mesh = tensor.device_mesh

@@ -42,7 +42,9 @@ _NO_RESULTS = (
 
 
 def render_card(manifest: Facts, repo_id: str, digest: str, config: Facts | None = None) -> str:
-    """Render the model card (README.md) of an export.
+    """Render the model card (README.md) of an export, without secrets.
+
+    Its last line holds a hash of the text, from which `is_unedited` recognises it.
 
     Args:
         manifest: the export's manifest. Its `origin.run` has the facts of the run, if known.
@@ -97,7 +99,10 @@ def render_card(manifest: Facts, repo_id: str, digest: str, config: Facts | None
 
 
 def is_unedited(card: str) -> bool:
-    """Return True if a model card is as `render_card` wrote it, so a push may replace it."""
+    """Return True if `render_card` wrote this model card and nobody has changed it since.
+
+    A push may replace such a card.
+    """
     lines = card.replace("\r\n", "\n").rstrip("\n").rsplit("\n", 1)
     mark = _MARK.fullmatch(lines[-1])
     above = lines[0] + "\n" if len(lines) == 2 else ""
@@ -170,16 +175,20 @@ def _make_front_matter(
 
 
 def _missing_base_entries(base: Facts) -> list[str]:
-    """List the metadata entries (base_model, license) that a local base model leaves unknown."""
+    """List the metadata entries of the card that are unknown because the base model is local.
+
+    The list is empty if the base has a Hub id or was initialised at random. Otherwise it has
+    `base_model`, and `license` if that is unknown, too.
+    """
     if not base.get("name") or base.get("hub_id") or base.get("init") == "random":
         return []
     return ["base_model", *([] if base.get("license") else ["license"])]
 
 
 def _list_continued_adapters(entry: Any) -> list[Facts]:
-    """List the earlier adapters in the manifest entry `continued`, newest first.
+    """List the earlier adapters that a manifest's entry `continued` describes, newest first.
 
-    The entry may have been written by anybody, so the length of the list is bounded.
+    Anybody may have written the entry, so the list has at most `_MAX_STAGES` items.
     """
     stages: list[Facts] = []
     while isinstance(entry, dict) and len(stages) < _MAX_STAGES:
@@ -199,7 +208,7 @@ def _objective_tags(loss_type: str | list[str] | None) -> list[str]:
 
 
 def _describe_changes(facts: Facts) -> list[str]:
-    """Describe each setting that changed during the run with its earlier values, one line each."""
+    """Format one line for each setting that changed during the run, with its earlier values."""
     return [
         f"`{_escape_cell(name)}` was "
         + ", ".join(f"{_escape_cell(value)} up to step {step:,}" for value, step in before)

@@ -37,14 +37,15 @@ class NoRevisionError(HubError):
 
 @contextlib.contextmanager
 def translated_errors(api: HfApi, repo_id: str, action: str) -> Iterator[None]:
-    """Raise any error inside the context as a `HubError` in plain words, without secrets.
+    """Convert any error in the context to a `HubError` in plain words, without secrets.
 
-    Also sets the timeout of the Hub client's requests.
+    Also sets the timeout of the Hub client's requests, for the entire process. A `HubError` is
+    raised unchanged.
 
     Args:
         api: the Hub's client.
         repo_id: ORG/NAME.
-        action: what is being done, such as "making the commit"; begins the message.
+        action: the current action, such as "making the commit"; begins the message.
     """
     # The client's own default is to wait for ever.
     get_session().timeout = _TIMEOUT_SECONDS
@@ -58,7 +59,10 @@ def translated_errors(api: HfApi, repo_id: str, action: str) -> Iterator[None]:
 
 
 def _translate(error: Exception, api: HfApi, repo_id: str, action: str) -> HubError:
-    """Build the `HubError` that describes an error of the Hub's client."""
+    """Build the `HubError` that describes an error of the Hub's client, without secrets.
+
+    Its subclass says if a retry is useful, or if the repository or branch is missing.
+    """
     expected = (
         OfflineModeIsEnabled,
         HTTPError,

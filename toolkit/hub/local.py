@@ -26,9 +26,9 @@ _HASH_THREADS = 4
 
 @dataclass(frozen=True)
 class LocalExport:
-    """The files of an export to publish, by name in the repository, with their hashes.
+    """The files of an export that a push publishes, with their sizes and hashes.
 
-    The model card is one of them.
+    Names are those in the repository. The model card is one of the files.
     """
 
     entries: dict[str, dict[str, Any]]  # name -> {"size", "sha256", "xxh3"}
@@ -39,12 +39,12 @@ class LocalExport:
 def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     """Verify an export, hash its files, and make a model card if the folder has none.
 
-    Reads the folder twice.
+    Reads the folder twice and changes nothing in it.
 
     Args:
         folder: folder of the export.
         repo_id: ORG/NAME, for the card.
-        token: token of the Hub, which no file may contain; None if there is none.
+        token: token of the Hub, which no small file may contain; None if there is none.
 
     Raises:
         ExportError: the folder is no export, does not verify, holds a token or a link, or names the
@@ -106,7 +106,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
 
 
 def _read_card(folder: Path) -> str:
-    """Read the folder's own model card; raise ExportError if it is not UTF-8."""
+    """Read the folder's own README.md; raise ExportError if it is not UTF-8."""
     try:
         return resolve_plain_file(folder, CARD, ExportError).read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -114,7 +114,7 @@ def _read_card(folder: Path) -> str:
 
 
 def _make_card(folder: Path, manifest: dict[str, Any], repo_id: str, is_adapter: bool) -> str:
-    """Render a model card from the facts of the run in the manifest.
+    """Render a model card from the facts of the run in the manifest; return its text.
 
     Raises:
         ExportError: the facts are malformed.
@@ -131,7 +131,7 @@ def _make_card(folder: Path, manifest: dict[str, Any], repo_id: str, is_adapter:
 
 
 def _hash_content(content: Path | bytes) -> dict[str, Any]:
-    """Return the `size`, `sha256` and `xxh3` (XXH3-128) of a file or of bytes, read once."""
+    """Return the `size` in bytes, `sha256` and `xxh3` (XXH3-128) of a file or of bytes."""
     hashers: dict[str, Any] = {"sha256": hashlib.sha256(), "xxh3": xxhash.xxh3_128()}
     size = 0
     with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as file:

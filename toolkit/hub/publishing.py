@@ -21,14 +21,13 @@ from toolkit.verify import verify_export
 def check(
     cfg: HubConfig, say: Say = print, *, adapted: str | None = None, create: bool = True
 ) -> None:
-    """Check before training that the run can be published at its end. Collective.
+    """Raise a HubError before training if the run could not be published at its end. Collective.
 
-    Does nothing without `push_to_hub`, except that the repository's name is checked if `create` is
-    False.
+    If `push_to_hub` is not set, at most the repository's name is checked (if `create` is False).
 
     Args:
         cfg: settings of the Hub.
-        say: prints a line.
+        say: called with each line to print.
         adapted: base model of the adapters that the run trains; None without adapters.
         create: create the repository if it is missing, because nothing else proves that the token
             may create it. If False, the Hub is only queried.
@@ -56,7 +55,12 @@ def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
 
     An export that the run wrote at this step is used if it holds the checkpoint's weights.
     Otherwise the checkpoint is exported to `RUN-hf`, or to `RUN-hf-step-N` if `RUN-hf` holds
-    another checkpoint.
+    something else.
+
+    Args:
+        run_dir: the run directory.
+        cfg: settings of the Hub.
+        say: called with each line to print.
 
     Returns:
         The commit's URL; None if `cfg` does not request a push.
@@ -69,7 +73,7 @@ def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
 
 
 def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
-    """Export and push on this rank; return the commit's URL."""
+    """Do the work of `publish` on this rank: export, push, and return the commit's URL."""
     with local_copy(run_dir) as source:  # checkpoint.root may be elsewhere
         checkpoint = find_checkpoint(source)
         output = choose_export_folder(checkpoint, run_dir)
@@ -89,9 +93,10 @@ def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
 
 
 def choose_export_folder(checkpoint: Path, run_dir: Path) -> Path:
-    """Choose the folder for a checkpoint's export: one that holds it already, or a new path.
+    """Choose the folder for a checkpoint's export: an existing export of it, or a new path.
 
-    An export that the run wrote during training is verified first.
+    An export that the run wrote during training is verified first, and used if it is intact. Else
+    the path is `RUN-hf` if that is free or holds this checkpoint, otherwise `RUN-hf-step-N`.
     """
     live = run_dir / EXPORTS / checkpoint.name
     output = default_export_path(run_dir)

@@ -73,21 +73,20 @@ def push(
     private: bool = True,
     say: Say = print,
 ) -> str:
-    """Publish an export as one commit. See [Note: never half].
+    """Publish an export as one commit; return the commit's URL. See [Note: never half].
 
     The export is verified and hashed first, which reads it twice. Then it is compared with the
-    repository. Files there that model loaders would read but the export does not have are deleted;
-    other files stay. If the repository holds this export already, no commit is made.
+    repository. Files in the repository that model loaders would read, but the export does not have,
+    are deleted; other files stay. If the repository holds this export already, no commit is made,
+    and the URL is that of its last commit.
 
     Args:
         folder: an export of `toolkit consolidate`. If it has no README.md, a model card is made.
         repo_id: ORG/NAME; the repository is created if it is missing.
         revision: a branch, created if it is missing; None: main.
-        private: create a private repository, and refuse a public one.
-        say: prints a line.
-
-    Returns:
-        The commit's URL.
+        private: create a private repository, and refuse a public one. If False, a missing one is
+            created public; an existing private one stays private.
+        say: called with each line to print.
 
     Raises:
         HubError: no token, no such name, no permission, or the Hub could not be reached. The
@@ -104,7 +103,8 @@ def preview(
 ) -> Preview:
     """Compute the changes that `push` would make, without sending anything.
 
-    Works offline too: if the repository cannot be read, a note says so. Raises as `push` does.
+    The export is verified and hashed. If the repository cannot be read, for example offline, a note
+    says so. For arguments and errors see `push`.
     """
     token = get_token()
     notes = []
@@ -138,14 +138,15 @@ def preview(
 def check_access(
     repo_id: str, *, private: bool = True, say: Say = print, create: bool = True
 ) -> None:
-    """Check that the token may push to a repository, and create it if it is missing.
+    """Raise a HubError if the token may not push to a repository; create it if it is missing.
 
     Args:
         repo_id: ORG/NAME.
         private: create a private repository, and refuse a public one.
-        say: prints a line.
-        create: create a missing repository, and retry temporary failures. If False, only check
-            once that the owner of the token may create it.
+        say: called with each line to print.
+        create: create a missing repository, and retry temporary failures. If False, nothing is
+            created or retried; for a missing repository, the rights of the token's owner are
+            checked.
 
     Raises:
         HubError: the token may not write, or the repository is public and `private` is True.
@@ -168,13 +169,14 @@ def check_name(repo_id: str) -> None:
 
 
 def _retry(action: str, attempt: Callable[[], T], say: Say) -> T:
-    """Call `attempt` and return its result; repeat it after a temporary failure, with waits.
+    """Call `attempt` and return its result; repeat it after a temporary failure.
 
-    The client repeats transfers itself, but neither the commit nor the requests around it.
+    Waits 5 s, 60 s and 300 s before the repetitions. The Hub's client repeats transfers itself, but
+    neither the commit nor the requests around it.
 
     Args:
-        action: what is being done, for messages.
-        attempt: the call.
+        action: the current action, for messages.
+        attempt: the function to call.
         say: prints a line before each wait.
 
     Raises:
@@ -196,7 +198,7 @@ def _retry(action: str, attempt: Callable[[], T], say: Say) -> T:
 
 @dataclass(frozen=True)
 class _Revision:
-    """A snapshot of a branch on the Hub: its commit, its files, and who wrote its card."""
+    """A snapshot of a branch on the Hub: its commit, its files, and if its card was edited."""
 
     head: str
     private: bool
@@ -204,9 +206,9 @@ class _Revision:
     card_is_ours: bool  # README.md is missing, or unchanged since an earlier push
 
     def keeps_card(self, export: LocalExport) -> bool:
-        """Return True if the repository's card was edited there and the folder has none.
+        """Return True if a push must keep the repository's model card.
 
-        A push keeps that card.
+        That is so if the card was edited on the Hub and the export's folder has no README.md.
         """
         return not self.card_is_ours and not export.has_own_card
 
@@ -214,7 +216,7 @@ class _Revision:
         """Compare the snapshot with an export.
 
         Returns:
-            Names of the files to send, and names of the files to delete.
+            (names of the files to send, sorted names of the files to delete).
         """
         send = [name for name in export.entries if not self._holds(name, export)]
         loaded = [n for n in self.files if _LOADED_FILES.fullmatch(n) or n in ASSET_FILES]
@@ -222,7 +224,10 @@ class _Revision:
         return send, sorted(stale)
 
     def _holds(self, name: str, export: LocalExport) -> bool:
-        """Return True if the repository has this file of the export, or its own edited card."""
+        """Return True if the repository has the file `name` as in the export, by its hash.
+
+        Also True for a model card that a push must keep.
+        """
         if name == CARD and self.keeps_card(export):
             return True
         remote = self.files.get(name)
@@ -245,11 +250,20 @@ class _Repository:
     say: Say
 
     def request(self, action: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context that turns errors of a request into a `HubError`."""
+        """Return a context manager that converts errors of a request to a `HubError`.
+
+        `action` begins the error's message.
+        """
         return translated_errors(self.api, self.repo_id, action)
 
     def read(self, main: bool = False) -> _Revision:
-        """Read a snapshot of the branch, or of main if `main` is True; may download the card."""
+        """Read a snapshot of the branch, or of main if `main` is True.
+
+        Also downloads the model card to find out if it was edited.
+
+        Raises:
+            NoRepositoryError, NoRevisionError: the repository or branch does not exist.
+        """
         revision = None if main else self.revision
         with self.request(f"reading {self.repo_id}"):
             options: Any = {
@@ -269,7 +283,9 @@ class _Repository:
     def open_main(self) -> _Revision:
         """Read a snapshot of main; create the repository if it is missing.
 
-        Raises HubError if its visibility is not as requested.
+        Raises:
+            HubError: the repository is public and a private one is requested, or it cannot be
+                created.
         """
         try:
             state = self.read(main=True)
@@ -301,7 +317,11 @@ class _Repository:
             )
 
     def check_access(self, create: bool) -> None:
-        """Raise HubError if the token may not write, or may not create the missing repository."""
+        """Raise HubError if the token may not write to the repository.
+
+        If the repository is missing, it is created if `create` is True. If False, it is only
+        checked that the token's owner may create it.
+        """
         try:
             if create:
                 self.open_main()
@@ -325,8 +345,8 @@ class _Repository:
     def publish(self, export: LocalExport) -> str:
         """Commit the export if the branch differs from it; return the commit's URL.
 
-        Creates the repository and the branch if they are missing, and checks the result. The call
-        may be repeated after a failure.
+        Creates the repository and the branch if they are missing. After the commit, the branch is
+        compared with the export again. The call may be repeated after a failure.
         """
         state = self.open_main()
         if not self.private and state.private:
@@ -364,7 +384,14 @@ class _Repository:
         return url
 
     def _commit(self, export: LocalExport, parent: str, send: list[str], delete: list[str]) -> str:
-        """Send files and make the commit on top of `parent`; return its URL."""
+        """Send files, make one commit on top of `parent`, and return its URL.
+
+        Args:
+            export: the export.
+            parent: hash of the commit that must be the newest one of the branch.
+            send: names of the files to send.
+            delete: names of the files to delete.
+        """
         additions = [CommitOperationAdd(name, export.contents[name]) for name in send]
         for added in additions:
             if added.upload_info.sha256.hex() != export.entries[added.path_in_repo]["sha256"]:
@@ -400,17 +427,20 @@ def _open_repository(
     *,
     token: str | bool | None = None,
 ) -> Iterator[_Repository]:
-    """Open a repository on the Hub, and scrub secrets from all log records inside the context.
+    """Yield a branch of a repository on the Hub, as a context manager. Sends no request.
+
+    Inside the context, secrets are removed from all log records of this process.
 
     Args:
         repo_id: ORG/NAME.
         private: create a private repository, and refuse a public one.
         revision: a branch; None: main.
-        say: prints a line.
+        say: called with each line to print.
         token: token of the Hub; None: the one of this machine; False: no token.
 
     Raises:
-        HubError: the name is invalid, `revision` is a commit, or there is no token.
+        HubError: the name is invalid, `revision` is a commit, or `token` is None and this machine
+            has no token.
     """
     check_name(repo_id)
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
@@ -423,6 +453,7 @@ def _open_repository(
     make_record = logging.getLogRecordFactory()
 
     def make_clean_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        """Create a log record whose message has no secrets."""
         record = make_record(*args, **kwargs)
         # The client logs signed addresses when it tries again.
         record.msg = scrub(record.getMessage(), [str(token or "")])

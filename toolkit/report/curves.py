@@ -35,7 +35,7 @@ class Panel:
 
     @property
     def has_legend(self) -> bool:
-        """True if the panel needs a legend: it has several curves, or evaluations only."""
+        """True if the panel needs a legend: it has several curves, or only evaluations."""
         return len(self.curves) > 1 or all(curve.kind == "evaluation" for curve in self.curves)
 
     @property
@@ -44,9 +44,10 @@ class Panel:
         return _is_share(self.key)
 
     def share_range(self) -> tuple[float, float]:
-        """Compute the (lower, upper) limits of the vertical axis of a panel of fractions.
+        """Compute the (lower, upper) limits of the vertical axis for a panel of fractions.
 
-        The upper limit is 1. The lower limit is at most 0.9, so that a constant value is visible.
+        The upper limit is 1. The lower limit is 0.05 below the lowest value, but between 0 and 0.9,
+        so that a constant value is visible.
         """
         values = [v for curve in self.curves for v in curve.values if v is not None]
         lowest = min(values, default=0.0)
@@ -86,8 +87,9 @@ def _is_share(key: str) -> bool:
 def make_panels(runs: list[RunRecord]) -> list[Panel]:
     """Make one panel for each quantity that any of the runs logged.
 
-    The loss is first. Then come the metrics that the objective or a user's recipe logs at each
-    step, with their values in evaluations. `X_chosen` and `X_rejected` share the panel `X`.
+    The loss comes first, then the metrics that the objective or a user's recipe logs at each step,
+    with their values in evaluations. `X_chosen` and `X_rejected` share the panel `X`. Further
+    metrics of evaluations come last.
     """
     panels = []
     for key, title, tick_format, unit in _PANELS:
@@ -120,7 +122,7 @@ def _group_step_metrics(runs: list[RunRecord]) -> dict[str, list[str]]:
     panel.
 
     Returns:
-        Name of a panel -> the keys of its metrics.
+        Name of a panel -> the keys of its metrics. The name of a shared panel is the common part.
     """
     keys = dict.fromkeys(
         key
@@ -158,10 +160,10 @@ def _group_panel(runs: list[RunRecord], name: str, keys: list[str]) -> Panel:
 
 
 def moving_average(values: list[float | int | None]) -> list[float | int | None]:
-    """Compute the moving average of `values` over a centred window.
+    """Compute the moving average of `values` over a centred window of about 1/25 of their number.
 
-    The window is symmetric, so the curve does not lag; it narrows towards both ends. Gaps (None)
-    stay gaps and are not counted.
+    The window is symmetric, so the curve does not lag; it narrows towards both ends. A gap (None)
+    stays a gap, and is not counted in other averages.
     """
     half_window = round(max(2.0, len(values) / _WINDOWS / 2))
     means: list[float | int | None] = []
@@ -173,7 +175,9 @@ def moving_average(values: list[float | int | None]) -> list[float | int | None]
 
 
 def _make_curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Curve]:
-    """Yield the curves of one logged quantity of a run; for the loss also smoothed and evaluated.
+    """Yield the curves of one logged quantity of a run; nothing if it was not logged.
+
+    For the loss, also yield the smoothed curve and those of its evaluations.
 
     Args:
         index: index of the run, which decides the colour.
@@ -196,7 +200,7 @@ def _make_curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Cu
 
 
 def _make_evaluation_curves(index: int, run: RunRecord, measure: str, runs: int) -> Iterable[Curve]:
-    """Yield one curve per evaluation source of the metric `measure`.
+    """Yield one curve of the metric `measure` for each evaluation source that has it.
 
     Args:
         index: index of the run, which decides the colour if there are several runs.
@@ -214,6 +218,9 @@ def _make_evaluation_curves(index: int, run: RunRecord, measure: str, runs: int)
 
 
 def _logged_values(run: RunRecord, key: str) -> tuple[list[int], list[float | int | None]]:
-    """Return the steps at which a key was logged, and its values at these steps."""
+    """Return (steps at which a key was logged, its values at these steps).
+
+    A value that is not a finite number is None.
+    """
     lines = [line for line in run.lines if key in line]
     return [line["step"] for line in lines], [get_finite_number(line, key) for line in lines]

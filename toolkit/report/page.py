@@ -52,7 +52,10 @@ def render_page(runs: list[RunRecord], reload_seconds: float | None = None) -> s
 
 
 def _make_figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
-    """Make the plotly.js figure (traces and layout) of a panel, validated by plotly."""
+    """Make the figure of a panel for plotly.js: a dict of traces and layout.
+
+    plotly validates it. The traces also mark checkpoints and restarts of the runs.
+    """
     from plotly.graph_objects import Figure
 
     axis = {"gridcolor": _GRID, "zeroline": False, "linecolor": _GRID}
@@ -89,7 +92,7 @@ def _make_figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
 
 
 def _make_trace(panel: Panel, curve: Curve) -> dict[str, Any]:
-    """Make the plotly trace of a curve."""
+    """Make the plotly trace of a curve, as a dict."""
     style = _STYLES[curve.kind]
     has_no_line = sum(value is not None for value in curve.values) < 3  # a line needs two points
     is_behind = panel.key == "loss" and curve.kind == "logged"
@@ -116,6 +119,7 @@ def _make_event_traces(runs: list[RunRecord]) -> list[dict[str, Any]]:
         colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else _MARK
 
         def add_mark(kind: str, name: str = run.curve_prefix(len(runs)), **options: Any) -> None:
+            """Append a trace that marks steps; `options` are plotly's."""
             hover = {"yaxis": "y2", "hovertemplate": "after step %{x:,d}"}
             trace = {"type": "scatter", "name": name + kind, "meta": kind}
             traces.append({**trace, **hover, **options})
@@ -131,5 +135,5 @@ def _make_event_traces(runs: list[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _encode_for_script(value: Any) -> str:
-    """Encode a value as JSON that is safe inside an HTML script element."""
+    """Encode a value as JSON that cannot end an HTML script element."""
     return json.dumps(value).replace("<", "\\u003c")

@@ -15,6 +15,8 @@ _STYLES: dict[str, dict[str, Any]] = {
 def draw_picture(runs: list[RunRecord], file: Any) -> None:
     """Draw the panels of the runs as a PNG that is 1400 pixels wide.
 
+    Without any panel, it only says that no step is logged.
+
     Args:
         runs: the runs to draw.
         file: a path or a binary stream to write to.
@@ -41,7 +43,10 @@ def draw_picture(runs: list[RunRecord], file: Any) -> None:
 
 
 def _draw_legend(axes: Any, **style: Any) -> None:
-    """Draw a legend whose texts may contain dollar signs."""
+    """Draw the legend of `axes`; dollar signs in its texts are not read as formulas.
+
+    `style` is passed to matplotlib.
+    """
     for text in axes.legend(**style).get_texts():
         text.set_parse_math(False)  # the name of a folder may contain a dollar sign
 

@@ -45,15 +45,18 @@ class RunRecord:
         return self.lines[-1]["step"] if self.lines else 0
 
     def curve_prefix(self, runs: int) -> str:
-        """Return `NAME: ` to put before curve names if there are several `runs`, else ""."""
+        """Return "NAME: ", to be put before curve names, if there are several runs; else "".
+
+        `runs` is the number of runs in the report.
+        """
         return f"{self.name}: " if runs > 1 else ""
 
     def evaluations(self) -> dict[str, list[str]]:
         """Find the evaluation metrics that the run logged.
 
         Returns:
-            Name of an evaluation source -> its metrics, such as loss. The name "" means all sources
-            together.
+            Name of an evaluation source -> its metrics, such as `loss`. The name "" stands for all
+            sources together.
         """
         keys = dict.fromkeys(key for line in self.lines for key in line if key.startswith("eval_"))
         names = [k.removeprefix("eval_").removesuffix("_loss") for k in keys if k.endswith("_loss")]
@@ -67,13 +70,19 @@ class RunRecord:
 
     @property
     def is_finished(self) -> bool:
-        """True if the last logged step has reached the number of steps of the latest start."""
+        """True if the last logged step has reached the number of steps in the latest start.
+
+        False if that number is unknown.
+        """
         max_steps = self.starts[-1].get("max_steps") if self.starts else None
         return isinstance(max_steps, int) and 0 < max_steps <= self.last_step
 
 
 def read_runs(folders: list[str]) -> list[RunRecord]:
-    """Read the folders of runs. A run is named by its folder, or by its path if names repeat.
+    """Read the folders of runs, in the given order.
+
+    A run is named by its folder; if two folders have the same name, all runs are named by their
+    paths.
 
     Raises:
         ReportError: a folder is not that of a run.
@@ -87,12 +96,15 @@ def read_runs(folders: list[str]) -> list[RunRecord]:
 
 
 def evaluation_key(source: str, measure: str) -> str:
-    """Compose the key `eval_SOURCE_MEASURE` of a log line; an empty source means all together."""
+    """Compose the key `eval_SOURCE_MEASURE` of a log line; `eval_MEASURE` if `source` is ""."""
     return "_".join(filter(None, ("eval", source, measure)))
 
 
 def _read_run(path: Path, name: str) -> RunRecord:
-    """Read the folder of one run; raise the errors of `read_runs`."""
+    """Read the folder of one run, which is called `name`; raises as `read_runs` does.
+
+    Missing files become notes of the record.
+    """
     if not any((path / file).is_file() for file in (CONFIG, METRICS)):
         raise ReportError(
             f"{path}: expected a run's folder, with {CONFIG} or {METRICS}; give the output_dir of "
@@ -118,12 +130,12 @@ def _read_run(path: Path, name: str) -> RunRecord:
 
 
 def _drop_wrong_types(start: Line) -> Line:
-    """Drop values of a line of `starts.jsonl` that have another type than a run writes."""
+    """Copy a line of `starts.jsonl` without values whose type is not the one that a run writes."""
     return {k: v for k, v in start.items() if isinstance(v, _START_TYPES.get(k, object))}
 
 
 def _note_bad_lines(path: Path, lines: list[Line]) -> list[str]:
-    """Describe missing, cut-off and non-finite values in metrics.jsonl, one text each."""
+    """Format one note for each kind of missing, cut-off or non-finite values in metrics.jsonl."""
     if not lines:
         return [f"no step is logged yet in {METRICS}"]
     notes = []
@@ -142,7 +154,10 @@ def _note_bad_lines(path: Path, lines: list[Line]) -> list[str]:
 
 
 def _list_checkpoint_steps(path: Path, notes: list[str]) -> list[int]:
-    """List the steps of committed checkpoints; append to `notes` if they cannot be read."""
+    """List the sorted steps of a run's committed checkpoints.
+
+    If they cannot be read, append a note to `notes` and return [].
+    """
     try:
         return sorted(committed_steps(find_checkpoint_root(path)))
     except (CheckpointError, OSError) as error:  # a store that cannot be reached from here

@@ -64,8 +64,8 @@ def make_overview(runs: list[RunRecord]) -> Table:
 def describe_objective(run: RunRecord) -> str:
     """Describe the objective of a run by its settings; "" for a token-level cross entropy.
 
-    Preference tuning lists important defaults too. A user's recipe lists the settings of the
-    sections that it adds.
+    For preference tuning, important defaults are listed, too. For a user's recipe, the settings of
+    the sections that it adds are listed.
     """
     preference = run.config.get("preference")
     if not isinstance(preference, dict):
@@ -104,7 +104,7 @@ def _format_losses(names: list[Any], weights: Any) -> str:
 
 
 def make_evaluation_table(runs: list[RunRecord]) -> Table:
-    """Make a table with the last metrics and lowest loss of each run and evaluation source."""
+    """Make a table with a row for each run and evaluation source: last metrics and lowest loss."""
     measures = dict.fromkeys(m for run in runs for ms in run.evaluations().values() for m in ms)
     head = ["run", "source", "step", *measures, "lowest loss", "at step"]
     rows = []
@@ -124,7 +124,7 @@ def make_evaluation_table(runs: list[RunRecord]) -> Table:
 
 
 def list_notes(runs: list[RunRecord]) -> list[str]:
-    """List the missing or unexpected contents of the runs' folders, one line each."""
+    """List notes on missing or unexpected contents of the runs' folders, as "RUN: NOTE"."""
     lines = []
     for run in runs:
         defaults = _default_settings(run.config)
@@ -139,9 +139,10 @@ def list_notes(runs: list[RunRecord]) -> list[str]:
 
 
 def make_settings_table(runs: list[RunRecord]) -> Table:
-    """Make a table of the settings that are not defaults or that differ between the runs.
+    """Make a table of the settings that are not defaults, or that differ between the runs.
 
-    Rows that differ between the runs are highlighted.
+    It has a column for the default and one for each run. Rows that differ between the runs are
+    highlighted.
     """
     configs = []  # of each run: defaults, settings; both by dotted name
     for run in runs:
@@ -162,7 +163,7 @@ def make_settings_table(runs: list[RunRecord]) -> Table:
 
 
 def make_start_table(runs: list[RunRecord]) -> Table:
-    """Make a table of all starts and resumes of the runs: time, machines and package versions."""
+    """Make a table with a row for each start or resume: time, machines and package versions."""
     all_starts = [(run, start) for run in runs for start in run.starts]
     packages = dict.fromkeys(p for _, start in all_starts for p in start.get("versions", {}))
     head = ["run", "after step", "began", "processes", "device", "machines", *packages]
@@ -206,8 +207,8 @@ def make_answer_tables(runs: list[RunRecord]) -> list[tuple[str, Table]]:
 def collect_start_texts(run: RunRecord) -> dict[str, str]:
     """Collect the texts that the run printed when it started: title -> text.
 
-    Model, units, dtypes and data are those of the last start; the supervision is that of the
-    first. A text that was not recorded is omitted.
+    The description of model, units, dtypes and data is that of the last start; the description of
+    the supervision is that of the first. A text that was not recorded is omitted.
     """
     texts = {
         "Model, units, dtypes, data": "\n".join(map(str, run.starts[-1].get("opening", [])))
@@ -221,7 +222,10 @@ def collect_start_texts(run: RunRecord) -> dict[str, str]:
 
 
 def _format_training_time(run: RunRecord) -> str:
-    """Format the total time of a run's steps, without starts, saves and evaluations."""
+    """Format the total time of a run's steps as H:MM:SS, without starts, saves and evaluations.
+
+    "-" if it is unknown.
+    """
     previous_step = 0
     seconds = 0.0
     for line in run.lines:
@@ -233,7 +237,10 @@ def _format_training_time(run: RunRecord) -> str:
 
 
 def _default_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Map each dotted setting of a run's kind to its default."""
+    """Map each setting of a run's kind, as a dotted name, to its default.
+
+    For the kind of a user's recipe, the most similar kind of the toolkit is used.
+    """
     kind = find_shipped_kind(saved_kind_name(config))
     if kind is None:
         # A user's recipe extends the settings of a shipped kind: the one with most of its sections.
@@ -247,8 +254,11 @@ def _flatten_settings(
 ) -> dict[str, Any]:
     """Flatten nested settings to dotted name -> value.
 
-    `defaults` has the dotted names of all settings. A dict with one of these names is the value of
-    a setting, and is kept. `prefix` is put before each name.
+    Args:
+        config: the nested settings.
+        defaults: dict with the dotted names of all settings. If a dict in `config` has one of these
+            names, it is the value of that setting, and is not flattened.
+        prefix: put before each name.
     """
     values: dict[str, Any] = {}
     for key, value in config.items():
@@ -261,7 +271,7 @@ def _flatten_settings(
 
 
 def _format_answer(sample: dict[str, Any]) -> str:
-    """Return the answer of a sample, or a description if it has no visible character."""
+    """Return the generated answer of a sample; if it has no visible character, describe it."""
     answer = str(sample.get("answer"))
     if answer.strip():
         return answer
@@ -270,14 +280,14 @@ def _format_answer(sample: dict[str, Any]) -> str:
 
 
 def _format_setting(value: Any) -> str:
-    """Format the value of a setting as in YAML: null, true, false or its text."""
+    """Format the value of a setting as text; None and booleans as in YAML."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _format_value(value: Any, form: str) -> str:
-    """Format a number by a format spec; "-" if it is None."""
+    """Format a number by the format spec `form`; "-" if it is None."""
     return "-" if value is None else format(value, form)
 
 

@@ -14,7 +14,7 @@ _PACKAGES = ("plotly", "matplotlib")
 
 
 def write_report(folders: list[str], output: str | None = None) -> tuple[Path, Path, list[str]]:
-    """Write report.html and report.png of one or several runs.
+    """Write report.html and report.png for one or several runs.
 
     Reads the runs' text files, and draws for one or two seconds. The page has 5 MB, most of which
     is plotly's JavaScript.
@@ -24,7 +24,7 @@ def write_report(folders: list[str], output: str | None = None) -> tuple[Path, P
         output: folder for the report, created if it is missing; None: the folder of the first run.
 
     Returns:
-        Path of the page, path of the picture, and notes on missing or unexpected files.
+        (path of the page, path of the picture, notes on missing or unexpected files).
 
     Raises:
         ReportError: a package is missing, or a folder is not that of a run.
@@ -38,8 +38,8 @@ def write_report(folders: list[str], output: str | None = None) -> tuple[Path, P
 def follow(folders: list[str], output: str | None, seconds: float) -> tuple[Path, Path, list[str]]:
     """Write the report every `seconds` until all runs have finished or the user presses Ctrl-C.
 
-    The page reloads itself at the same interval. At the end the report is written once more, as a
-    page that does not reload. Returns and raises as `write_report` does.
+    The page reloads itself at the same interval. At the end, the report is written once more, as a
+    page that does not reload. For arguments, result and errors see `write_report`.
     """
     _check_packages()
     try:
@@ -56,7 +56,13 @@ def follow(folders: list[str], output: str | None, seconds: float) -> tuple[Path
 def _write(
     runs: list[RunRecord], output: str | None, reload_seconds: float | None = None
 ) -> tuple[Path, Path]:
-    """Write the page and the picture of the runs; return both paths."""
+    """Write the page and the picture of the runs; return (path of the page, path of the picture).
+
+    Args:
+        runs: the runs.
+        output: folder for the report; None: the folder of the first run.
+        reload_seconds: interval at which the page reloads itself; None: never.
+    """
     folder = runs[0].path if output is None else Path(output).expanduser()
     replace_synced(folder / HTML, page.render_page(runs, reload_seconds))
     with replace_on_exit(folder / PNG) as scratch:

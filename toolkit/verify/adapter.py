@@ -55,7 +55,7 @@ _LOCATION = {"base_model_name_or_path", "revision", "inference_mode"}
 
 @dataclass
 class AdapterExport(Export):
-    """A PEFT folder that is being verified, and what the checks have read of it so far."""
+    """A PEFT folder that is being verified, with the results of earlier checks."""
 
     weights_file: str = ADAPTER_WEIGHTS
     config: dict[str, Any] = field(default_factory=dict)  # adapter_config.json
@@ -64,7 +64,9 @@ class AdapterExport(Export):
     layout: PeftLayout | None = None  # set if `model` is, which is the base on meta
 
     def base_on_meta(self) -> PreTrainedModel:
-        """Build the base model on meta, from the config in the manifest or from the base's folder.
+        """Build the base model on meta.
+
+        Its config is that in the manifest, or else that in the folder of the base.
 
         Raises:
             ExportError: the folder of the base is needed and cannot be found.
@@ -78,11 +80,12 @@ class AdapterExport(Export):
     def find_base_folder(self) -> Path:
         """Find the local folder of the base model.
 
-        A base that the user named is downloaded from the Hub if necessary. One that only the export
-        names must be in the cache.
+        If the user named the base, its config is downloaded from the Hub if necessary. If only
+        adapter_config.json names it, it must be a folder or in the cache.
 
         Raises:
             ExportError: the export names no base, or it is not on this machine.
+            ModelError: the base that the user named is not found.
         """
         if self.base_location is not None:
             return local_folder(str(self.base_location))
@@ -99,7 +102,9 @@ class AdapterExport(Export):
 def read_adapter(export: AdapterExport) -> None:
     """Read adapter_config.json and the manifest's entry on the base into `export`.
 
-    Also builds the base on meta (`export.model`). Problems become findings.
+    Also builds the base on meta (`export.model`) and the layout of its adapters. Problems become
+    findings. If the base is not found and the export has no source, this is only a note. Does
+    nothing if `export.is_damaged`.
     """
     if export.is_damaged:
         return
@@ -138,9 +143,11 @@ def _is_adapter_entry(entry: Any) -> bool:
 
 
 def check_keys(export: AdapterExport) -> None:
-    """Compare the keys and shapes of the adapter with those PEFT expects; differences are findings.
+    """Compare keys, shapes and dtypes of the adapter with those that PEFT expects.
 
-    If they agree, the adapter is also loaded by PEFT into a base without bytes.
+    Differences are findings. If keys and shapes agree, PEFT also loads the adapter into a base
+    without values, and tensors that do not arrive are findings. Does nothing if adapter or tensors
+    could not be read.
     """
     if export.layout is None or not export.entries:
         return
@@ -171,7 +178,7 @@ def check_keys(export: AdapterExport) -> None:
 
 
 def _load_into_empty_base(export: AdapterExport, layout: PeftLayout) -> None:
-    """Load the adapter by PEFT into a base without bytes; lost tensors become findings."""
+    """Load the adapter by PEFT into a base without values; lost tensors become findings."""
     try:
         base = fill_without_memory(export.base_on_meta())
         loaded = _load_with_peft(export, base, empty=True).state_dict()
@@ -185,9 +192,9 @@ def _load_into_empty_base(export: AdapterExport, layout: PeftLayout) -> None:
 
 
 def _load_with_peft(export: AdapterExport, base: PreTrainedModel, *, empty: bool = False) -> Any:
-    """Load the adapter onto `base` with PEFT; each warning of PEFT becomes a finding.
+    """Load the adapter onto `base` with PEFT; return the model.
 
-    If `empty` is True, the base has no bytes.
+    Warnings of PEFT become findings. `empty` is True if the base has no values.
     """
     model, warnings = load_with_peft(base, export.folder, empty=empty)
     for text in warnings:
@@ -196,7 +203,10 @@ def _load_with_peft(export: AdapterExport, base: PreTrainedModel, *, empty: bool
 
 
 def compare_adapter_assets(export: AdapterExport) -> None:
-    """Compare config, other files and base digest with the checkpoint; differences are findings."""
+    """Compare config, other files and base digest with those in the checkpoint.
+
+    Differences are findings. The location of the base may differ.
+    """
     source = export.source
     assert source is not None
     compare_files(export, source, is_adapter_asset)
@@ -229,8 +239,10 @@ def prove_adapter_weights(export: AdapterExport) -> None:
 def check_adapter_logits(export: AdapterExport) -> None:
     """Load base and adapter by PEFT, and compare logits with and without the adapter.
 
-    Findings: it does not load, the logits are not finite or do not match the checkpoint's, or a
-    trained adapter has no effect. No logits are computed if the base had random weights.
+    With a source, they are also compared with the logits of the checkpoint's adapter. Findings: the
+    adapter does not load, a trained adapter has no effect, the logits are not finite, or they
+    differ from the checkpoint's. If the base had random weights, no logits are computed, and a note
+    says so.
     """
     source = export.source
     digest = export.base_digest if source is None else read_base_entry(source).get("digest")
@@ -272,7 +284,10 @@ def check_adapter_logits(export: AdapterExport) -> None:
 
 
 def _check_base(export: AdapterExport, folder: Path) -> None:
-    """Raise ExportError if `folder` holds another base than the manifest describes."""
+    """Raise ExportError if the weights in `folder` do not have the base digest of the manifest.
+
+    Without a digest, do nothing.
+    """
     name = None if export.base_location is None else str(export.base_location)
     if export.base_digest is not None and base_digest(folder, name) != export.base_digest:
         raise ExportError(
@@ -284,11 +299,12 @@ def _check_base(export: AdapterExport, folder: Path) -> None:
 def _amplified_adapters(model: nn.Module) -> Iterator[bool]:
     """Scale up all adapters inside the context, so that even a slightly trained one has an effect.
 
-    Each is scaled as if the largest value of its zero-initialised factor were 1. If the logits
-    still do not change, the adapter takes no part in the forward.
+    One factor of each adapter is initialised with zeros. The adapter is scaled as if the largest
+    value of this factor were 1. If the logits still do not change, the forward does not use the
+    adapter.
 
     Yields:
-        True if any adapter was trained, so that its zero-initialised factor is no longer zero.
+        True if any adapter was trained, so that this factor is no longer zero.
     """
     is_trained = False
     with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ _METADATA = f"dcp/{formats.METADATA_FILE}"
 
 @dataclass
 class CheckpointSubject:
-    """A checkpoint that is being verified, and what the checks have read of it so far."""
+    """A checkpoint that is being verified, with the results of earlier checks."""
 
     folder: Path
     prefix: str  # of its files in findings: "checkpoints/step-00000100/", or empty
@@ -39,16 +39,18 @@ class CheckpointSubject:
 
     @property
     def row_sums(self) -> dict[str, int]:
-        """The checksum of each tensor in live memory when it was saved, from the manifest."""
+        """The manifest's checksums, computed from memory at the save: tensor -> sum, or {}."""
         return self.manifest.get(ROW_SUMS, {}) if self.manifest else {}
 
     def add(self, file: str, tensor: str | None, problem: str) -> None:
-        """Add a finding on a file of this checkpoint."""
+        """Add a finding: the file in this checkpoint, the tensor or None, and the problem."""
         self.findings.add(self.prefix + file, tensor, problem)
 
 
 def check_checkpoint(folder: Path, prefix: str, findings: Findings) -> None:
     """Run every check on one checkpoint, and add problems and counts to `findings`.
+
+    If the manifest cannot be read, no other check runs.
 
     Args:
         folder: folder of the checkpoint.
@@ -112,7 +114,7 @@ def _check_file_names(subject: CheckpointSubject) -> None:
 def _check_hashes(subject: CheckpointSubject) -> None:
     """Compare every file with the manifest, and read the DCP metadata.
 
-    Adds a finding for each damaged file, or for the damaged tensors in it.
+    Adds a finding for each damaged tensor, or for a damaged file if none of its tensors is damaged.
     """
     subject.damaged_files = subject.findings.find_damaged_files(subject.folder, subject.files)
     if _METADATA not in subject.files:
@@ -127,7 +129,10 @@ def _check_hashes(subject: CheckpointSubject) -> None:
 
 
 def _add_damage_findings(subject: CheckpointSubject, name: str, problem: str) -> None:
-    """Add a finding for each damaged tensor of the file `name`, or one for the file itself.
+    """Add a finding for each damaged tensor of a damaged file, or one for the file itself.
+
+    The tensors of a shard are read again to find the damaged ones. The file gets a finding if it
+    has no damaged tensor, or if it is missing.
 
     Args:
         subject: the checkpoint.
@@ -166,12 +171,11 @@ def _add_damage_findings(subject: CheckpointSubject, name: str, problem: str) ->
 
 
 def _describe_tensor_damage(subject: CheckpointSubject, key: str) -> str | None:
-    """Compare a stored tensor with the checksum that was computed from memory when it was saved.
-
-    Reads the tensor once. If the manifest has no checksum of it, only reading is checked.
+    """Read a stored tensor, and compare it with the checksum that was computed when it was saved.
 
     Returns:
-        A description of the damage; None if there is none.
+        A description of the damage; None if there is none. Without a checksum in the manifest, it
+        is None if the tensor can be located.
     """
     metadata = subject.metadata
     assert metadata is not None
@@ -186,9 +190,10 @@ def _describe_tensor_damage(subject: CheckpointSubject, key: str) -> str | None:
 
 
 def _check_tensors(subject: CheckpointSubject) -> None:
-    """Check that tensors are stored completely, and that the model's match their checksums.
+    """Check that all tensors are stored completely, and that model tensors match their checksums.
 
-    Problems become findings. Tensors that are known to be damaged are skipped.
+    Problems become findings. Tensors that are known to be damaged are skipped. If model tensors
+    have no checksum, a note is added. Does nothing if the metadata could not be read.
     """
     metadata = subject.metadata
     if metadata is None:
@@ -225,7 +230,7 @@ def _check_tensors(subject: CheckpointSubject) -> None:
 
 
 def _check_state(subject: CheckpointSubject) -> None:
-    """Add a finding if the step in the state file differs from the manifest's."""
+    """Add a finding if the step in state.json differs from the manifest's, or cannot be read."""
     if STATE not in subject.files or STATE in subject.damaged_files:
         return
     step = subject.manifest.get("step") if subject.manifest else None

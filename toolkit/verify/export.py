@@ -28,7 +28,7 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".
 
 @dataclass
 class Export:
-    """An exported folder that is being verified, and what the checks have read of it so far."""
+    """An exported folder that is being verified, with the results of earlier checks."""
 
     folder: Path
     findings: Findings
@@ -55,7 +55,7 @@ class Export:
 
     @property
     def requested_dtype(self) -> str | None:
-        """The dtype that the user chose for the export; None if each tensor keeps its own."""
+        """The dtype that the user chose for the export; None for `auto` or if unknown."""
         dtype = self.origin.get("dtype")
         return None if dtype in (None, "auto") else str(dtype)
 
@@ -65,7 +65,10 @@ Check = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Checks:
-    """The checks for one kind of export: a full model, a merged model or an adapter."""
+    """The checks for one kind of export: a full model, a merged model or an adapter.
+
+    Each check is a function of the subject, an `Export`; it adds findings and returns None.
+    """
 
     alone: tuple[Check, ...]
     """Checks of the folder by itself. They fill in the fields of the subject."""
@@ -82,7 +85,8 @@ class Checks:
 def run_checks(export: Export, checks: Checks, *, logits: bool) -> None:
     """Run all checks that apply to an export; problems become findings of the export.
 
-    If there are none and the export has a `source`, a note says which checkpoint it holds.
+    If there are no findings and the export has a `source`, a note says which checkpoint it holds. A
+    `ToolkitError` of a comparison with the source is a finding, too.
 
     Args:
         export: the subject. If it has a `source`, it is also compared with that checkpoint.
@@ -110,7 +114,10 @@ def run_checks(export: Export, checks: Checks, *, logits: bool) -> None:
 
 
 def _explain_other_step(export: Export) -> None:
-    """Add a finding if the export was made from another step than that of its `source`."""
+    """Add a finding if the export was made from another step than that of its `source`.
+
+    If a step is unknown, do nothing.
+    """
     if export.source is None or export.source.checkpoint is None:
         return
     checkpoint = export.source.checkpoint
@@ -121,7 +128,7 @@ def _explain_other_step(export: Export) -> None:
 
 
 def read_manifest(export: Export) -> None:
-    """Read the export's manifest into `export.manifest`; a damaged one becomes a finding."""
+    """Read the manifest into `export.manifest`; a missing or damaged one becomes a finding."""
     try:
         export.manifest = export_manifest.read(export.folder)
     except ExportError as error:
@@ -129,7 +136,11 @@ def read_manifest(export: Export) -> None:
 
 
 def check_file_names(export: Export) -> None:
-    """Add a finding for each link, foreign weight file, and file missing from the manifest."""
+    """Add a finding for each link, each file that the manifest does not list, and foreign weights.
+
+    Hidden files and other files that an export never has are ignored, unless they look like
+    weights. Without a manifest, weight files of other formats and a second index are findings.
+    """
     listed = export.manifest.get("files")
     names_of_exports = export_manifest.names_in_manifest(export.folder)
     for name in sorted(os.listdir(export.folder)):
@@ -151,7 +162,10 @@ def check_file_names(export: Export) -> None:
 
 
 def check_hashes(export: Export) -> None:
-    """Compare every file with the manifest; set `export.is_damaged` and add findings."""
+    """Compare size and hash of every file with the manifest; differences are findings.
+
+    Sets `export.is_damaged`. Does nothing without a manifest.
+    """
     if not export.manifest:
         return
     problems = export.findings.find_damaged_files(
@@ -168,7 +182,9 @@ def check_hashes(export: Export) -> None:
 
 
 def _add_damage_findings(export: Export, name: str, problem: str) -> bool:
-    """Add a finding for each damaged tensor of the file `name`, or one for the file itself.
+    """Add a finding for each damaged tensor of a damaged file, or one for the file itself.
+
+    The file gets a finding if it has no damaged tensor, or if it is missing.
 
     Args:
         export: the subject.
@@ -176,7 +192,8 @@ def _add_damage_findings(export: Export, name: str, problem: str) -> bool:
         problem: how the file differs.
 
     Returns:
-        True if the file has the right length and every tensor in it differs.
+        True if the file has the right length and every tensor in it differs, so that it may be the
+        file of another export.
     """
     file = export.folder / name
     tensors = {k: e for k, e in export.manifest["tensors"].items() if e["file"] == name}
@@ -201,7 +218,8 @@ def _add_damage_findings(export: Export, name: str, problem: str) -> bool:
 def read_tensors(export: Export) -> None:
     """Read the headers and index of the weight files into `export.entries`.
 
-    If they cannot be read, `entries` stays empty and the reason becomes a finding.
+    If they cannot be read, `entries` stays empty and the reason becomes a finding. Weight files
+    that loaders would not read are findings, too. Does nothing if `export.is_damaged`.
     """
     if export.is_damaged:
         return  # what damaged files say about each other is no news
@@ -238,7 +256,13 @@ def read_tensors(export: Export) -> None:
 def _check_index(
     export: Export, index: dict[str, Any], entries: dict[str, formats.StoredTensor]
 ) -> None:
-    """Add findings for tensors that the index omits and for a wrong `total_size`."""
+    """Add findings for tensors that the index omits, and for a wrong `total_size`.
+
+    Args:
+        export: the subject.
+        index: content of the index file.
+        entries: name -> tensor, from the headers.
+    """
     for name in sorted(entries.keys() - index["weight_map"].keys()):
         problem = f"is in {entries[name].file.name} and not in the index"
         export.add(formats.INDEX_FILE, name, problem)
@@ -251,7 +275,10 @@ def _check_index(
 
 
 def check_headers(export: Export) -> None:
-    """Compare the headers of the weight files with the manifest; differences are findings."""
+    """Compare the headers of the weight files with the manifest; differences are findings.
+
+    Does nothing without a manifest, or if the headers could not be read.
+    """
     if not export.manifest or not export.entries:
         return
     listed = {name: _drop_hash(entry) for name, entry in export.manifest["tensors"].items()}
@@ -272,7 +299,10 @@ def _drop_hash(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_dtypes(export: Export) -> None:
-    """Add a finding for each floating-point tensor that does not have the requested dtype."""
+    """Add a finding for each floating-point tensor that does not have the requested dtype.
+
+    Does nothing if no dtype was requested.
+    """
     requested = export.requested_dtype
     if requested is None:
         return
@@ -289,7 +319,7 @@ def compare_files(
 ) -> None:
     """Compare tokenizer, code and other small files with the checkpoint's, byte by byte.
 
-    Each difference is a finding.
+    Each difference is a finding, also a file that only one of them has.
 
     Args:
         export: the subject.

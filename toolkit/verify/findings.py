@@ -46,7 +46,7 @@ class Report:
         return {"ok": self.ok, **vars(self), "findings": findings}
 
     def lines(self) -> list[str]:
-        """Format a line for each finding and each note, then one with the verdict and counts."""
+        """Format one line per finding and note, and a last line with verdict and counts."""
         findings = [": ".join(filter(None, finding)) for finding in self.findings]
         notes = [f"note: {note}" for note in self.notes]
         counts = f"{self.files:,} files, {self.tensors:,} tensors, {self.bytes:,} bytes"
@@ -56,9 +56,10 @@ class Report:
 
 
 class Findings:
-    """Collector of findings and counts from several threads, with a progress bar.
+    """Collector of findings and counts from several threads, with a progress bar on a terminal.
 
-    Use it as a context manager. On exit the findings in `report` are sorted and free of duplicates.
+    Use it as a context manager. On exit, the findings in `report` are sorted, and duplicates are
+    removed.
     """
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -81,7 +82,7 @@ class Findings:
         self.report.findings.append((file, tensor, " ".join(problem.split())))
 
     def note(self, text: str) -> None:
-        """Add a note: a text that is worth knowing, but is no damage."""
+        """Add a note: a text that is worth knowing, but reports no damage."""
         self.report.notes.append(text)
 
     def map_with_progress(
@@ -90,7 +91,8 @@ class Findings:
         """Call `work` with each name in threads, and advance the progress bar by the bytes read.
 
         Args:
-            work: the function to call. It runs in one thread if there are few bytes to read.
+            work: the function to call. If there are less than 8 MB to read, only one thread is
+                used.
             sizes: name -> number of bytes that `work` reads for it.
             threads: maximum number of threads.
 
@@ -111,10 +113,12 @@ class Findings:
     ) -> dict[str, str]:
         """Compare the size and hash of every file with a manifest, and count files and bytes.
 
+        Adds the counts to `report`, but no findings.
+
         Args:
             folder: folder of the files.
             files: file name -> its manifest entry.
-            in_cache: also accept links of the Hub's cache.
+            in_cache: True also accepts files that are links of the Hub's cache.
 
         Returns:
             File name -> its problem, for damaged and missing files only.
@@ -132,7 +136,11 @@ class Findings:
 def describe_file_damage(
     file: Path, expected: dict[str, Any], *, in_cache: bool = False
 ) -> str | None:
-    """Describe how a file differs from its manifest entry, or return None. Reads the file."""
+    """Read a file, and describe how it differs from its manifest entry; None if it matches.
+
+    A file that cannot be read is described, too. Links are refused, except those of the Hub's cache
+    if `in_cache` is True.
+    """
     try:
         if not is_regular(file, in_cache=in_cache):
             return "is no regular file" if os.path.lexists(file) else "is missing"
@@ -143,5 +151,8 @@ def describe_file_damage(
 
 
 def is_regular(file: Path, *, in_cache: bool = False) -> bool:
-    """Return True for a regular file; if `in_cache` is True, also for a link of the Hub's cache."""
+    """Return True if `file` is a regular file and no link.
+
+    If `in_cache` is True, a link of the Hub's cache to a file counts as regular.
+    """
     return file.is_file() and (not file.is_symlink() or (in_cache and is_hub_cache_link(file)))

@@ -31,7 +31,11 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def read_model(export: Export) -> None:
-    """Read config.json and build its model on meta as `export.model`; problems become findings."""
+    """Read config.json and build its model on meta as `export.model`; problems become findings.
+
+    Also compares class names, code files and dtypes that the config declares. Does nothing if
+    `export.is_damaged`.
+    """
     if export.is_damaged:
         return
     try:
@@ -62,7 +66,7 @@ def check_parameters(export: Export) -> None:
     """Compare names and shapes of the tensors with the model, as transformers would load them.
 
     Differences are findings. Sets `export.groups`, and `export.carried`: the tensors that no
-    parameter uses.
+    parameter uses. Does nothing if model or tensors could not be read.
     """
     model = export.model
     if model is None or not export.entries:
@@ -88,9 +92,9 @@ def check_parameters(export: Export) -> None:
 
 
 def _check_stored_once(export: Export, model: PreTrainedModel) -> None:
-    """Add a finding for each parameter that is stored twice under names of tied weights.
+    """Add a finding for each parameter that is stored twice, under several names of tied weights.
 
-    Two equal copies are accepted if the manifest lists them.
+    Two equal copies are accepted if the manifest lists the second name in `stored_twice`.
     """
     stored_twice = export.origin.get("stored_twice") or ()
     first_name = tied_names(model)
@@ -111,7 +115,10 @@ def _check_stored_once(export: Export, model: PreTrainedModel) -> None:
 
 
 def compare_assets(export: Export) -> None:
-    """Compare config, tokenizer and code with the checkpoint's; differences are findings."""
+    """Compare config, tokenizer and code with the checkpoint's; differences are findings.
+
+    In the config, only the dtype may change, to that of the weights.
+    """
     source = _require_source(export)
     compare_files(export, source)
     try:
@@ -137,9 +144,9 @@ def compare_assets(export: Export) -> None:
 
 
 def prove_weights(export: Export) -> None:
-    """Compare exported parameters with the checkpoint, and other tensors with the run's base model.
+    """Compare parameters with the checkpoint, and all other tensors with the starting model.
 
-    Each difference is added to `export.findings`.
+    The starting model is the one from which the run started. Differences are findings.
     """
     model, source = _require_model(export), _require_source(export)
     Proof(model, export.entries, export.groups, export.findings).run(source)
@@ -147,9 +154,10 @@ def prove_weights(export: Export) -> None:
 
 
 def prove_merge(export: Export) -> None:
-    """Compare every parameter with the base, or with the base plus its adapter.
+    """Compare every parameter of a merged model with the base, or with the base plus its adapter.
 
-    Differences are findings. A note counts values that are equal up to rounding only.
+    Differences are findings. A note counts values that are equal up to rounding only. Other tensors
+    are compared with the base.
     """
     model, source = _require_model(export), _require_source(export)
     base = Path(str(export.base_location))
@@ -164,14 +172,16 @@ def prove_merge(export: Export) -> None:
 
 
 def compare_with_start(export: Export, folder: Path | None) -> None:
-    """Compare tensor names with the model that the run started from, and tensors it carried over.
+    """Compare names, dtypes and carried tensors with the model that the run started from.
 
-    Both must have the same names. A carried tensor, which no parameter uses, must be bitwise
-    identical, or a cast if a dtype was requested. Differences are findings.
+    Both must have the same tensor names, except for those omitted on request. Without a requested
+    dtype, the dtypes must be equal. A carried tensor (one that no parameter uses) must be bitwise
+    identical, or a cast to the requested dtype. Differences are findings.
 
     Args:
         export: the subject.
-        folder: folder of the starting model's weights; None: find it.
+        folder: folder of the starting model's weights; None: find it. If it is not found, a note is
+            added and carried tensors are not compared.
     """
     assets = formats.HFAssets.load(_require_source(export).hf)
     start_keys = assets.source
@@ -227,7 +237,8 @@ def _compare_carried(export: Export, name: str, original: CarriedTensor) -> None
 def check_logits(export: Export) -> None:
     """Load the export by `from_pretrained`, and compare its logits with the checkpoint's.
 
-    Without a checkpoint the logits must be finite. Problems become findings.
+    Without a checkpoint, the logits must only be finite. Problems become findings, and a note
+    reports the largest difference.
     """
     loaded = load_as_reader(export)
     if loaded is None:
@@ -254,9 +265,10 @@ def check_logits(export: Export) -> None:
 def check_merged_logits(export: Export) -> None:
     """Compare the logits of a merged model with those of the base with a separate adapter.
 
-    A merge rounds each weight to the export's dtype, so the logits are only close. The largest
-    difference may be half of the adapter's effect, or twice the rounding error of the unmerged
-    model in its own dtype. A larger one is a finding. Needs the memory of the model in fp32.
+    A merge rounds each weight to the export's dtype, so the logits are only close. The allowed
+    difference is the largest of: half of the adapter's effect, twice the rounding error of the
+    unmerged model in its own dtype, and `rounding_tolerance`. A larger one is a finding. Needs the
+    memory of the model in fp32.
     """
     loaded = load_as_reader(export)
     if loaded is None:
@@ -274,7 +286,9 @@ def check_merged_logits(export: Export) -> None:
 
 
 def load_as_reader(export: Export) -> Any:
-    """Load the export by `from_pretrained`; missing and unexpected keys become findings.
+    """Load the export by `from_pretrained`, and return the model.
+
+    Missing, unexpected and mismatched keys become findings, except for carried tensors.
 
     Returns:
         The model; None if it does not load, which is a finding.
@@ -300,7 +314,14 @@ def compare_logits(
 ) -> None:
     """Add a finding if logits differ by more than `tolerance`; note the largest difference.
 
-    Also stores the difference in the report. `remark` is appended to the messages.
+    Also stores the difference in the report.
+
+    Args:
+        export: the subject.
+        logits: logits of the export.
+        expected: logits of the checkpoint.
+        tolerance: largest absolute difference that is allowed.
+        remark: appended to the messages.
     """
     difference = float((logits - expected).abs().max())
     export.findings.report.logits_difference = difference
@@ -312,9 +333,9 @@ def compare_logits(
 
 
 def make_merge_checks(base: Path) -> Checks:
-    """Return the checks for a model that has an adapter merged into the base in folder `base`.
+    """Return the checks for a model with an adapter merged into the base in folder `base`.
 
-    The `base_location` of the export must be `base` too.
+    `base_location` of the export must be `base`, too.
     """
     return replace(
         FULL_MODEL,
@@ -325,19 +346,22 @@ def make_merge_checks(base: Path) -> Checks:
 
 
 def _require_source(export: Export) -> Source:
-    """Return `export.source`, which must not be None."""
+    """Return `export.source`; an AssertionError if it is None."""
     assert export.source is not None
     return export.source
 
 
 def _require_model(export: Export) -> PreTrainedModel:
-    """Return `export.model`, which must not be None."""
+    """Return `export.model`; an AssertionError if it is None."""
     assert export.model is not None
     return export.model
 
 
 def _list_code_files(auto_map: dict[str, Any] | None) -> Iterator[str]:
-    """Yield the Python files of this folder that the config's `auto_map` names."""
+    """Yield the Python files that a config's `auto_map` expects in the config's own folder.
+
+    References to code in other repositories (`REPO--module.Class`) are skipped.
+    """
     for value in (auto_map or {}).values():
         for reference in value if isinstance(value, list) else [value]:
             if isinstance(reference, str) and "--" not in reference:
@@ -351,7 +375,7 @@ def _read_config_dtype(config: dict[str, Any]) -> Any:
 
 
 def _drop_dtype(value: Any) -> Any:
-    """Copy a config section without its dtype; return any other value unchanged."""
+    """Copy a section of a config without its dtype; return a value that is no section unchanged."""
     if not isinstance(value, dict):
         return value
     return {k: v for k, v in value.items() if k not in _DTYPE_KEYS}

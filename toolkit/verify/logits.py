@@ -23,7 +23,10 @@ _NOISE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch
 
 
 def compute_logits(model: PreTrainedModel) -> torch.Tensor:
-    """Compute the logits of two fixed random prompts: float32 [2, length, vocabulary]."""
+    """Compute the logits of two fixed random prompts: float32 [2, length, vocabulary].
+
+    The length is 16 tokens, or less if the model's maximum is smaller. Sets the model to eval mode.
+    """
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     length = min(16, limit) if isinstance(limit, int) and limit > 0 else 16
@@ -35,9 +38,9 @@ def compute_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def rounding_tolerance(model: nn.Module, logits: torch.Tensor) -> float:
-    """Estimate how far `logits` may be from those of an equal model, by rounding alone.
+    """Estimate the largest absolute difference that rounding alone can cause in `logits`.
 
-    The result is absolute. It depends on the dtypes of the parameters and on the largest logit.
+    It depends on the dtypes of the parameters of `model` and on the largest logit.
     """
     relative = max(_NOISE.get(p.dtype, 0.0) for p in model.parameters())
     return relative * max(1.0, float(logits.abs().max()))
@@ -50,11 +53,12 @@ def load_export(
 
     Args:
         folder: folder of the export.
-        like: a model of the same architecture; decides which auto class loads.
+        like: a model of the same architecture; its class decides which auto class loads the export.
         config: settings of the config to override.
 
     Returns:
-        The model, and transformers' lists of missing, unexpected and mismatched keys.
+        (model, loading info). The info has transformers' `missing_keys`, `unexpected_keys` and
+        `mismatched_keys`.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -70,6 +74,7 @@ def load_checkpoint_model(source: Source, like: PreTrainedModel) -> PreTrainedMo
 
     Raises:
         CheckpointError: a tensor is missing.
+        ExportError: a tensor is incomplete.
     """
     model = model_on_meta(source.hf)
     dtypes = {n: t.dtype for n, t in like.state_dict().items()}
@@ -88,13 +93,13 @@ def load_checkpoint_model(source: Source, like: PreTrainedModel) -> PreTrainedMo
 
 @torch.no_grad()
 def copy_unsaved_buffers(model: PreTrainedModel, like: PreTrainedModel) -> list[str]:
-    """Copy the buffers that no file holds from `like` into `model`.
+    """Copy buffers that are not in the state dict from `like` into `model`, if they differ.
 
     A model's own code may compute such a buffer in its constructor. transformers runs that on meta,
-    so a loaded model would have uninitialised memory there.
+    so the loaded `model` would have uninitialised memory there.
 
     Returns:
-        Names of the buffers whose values changed.
+        Names of the buffers that were copied.
     """
     changed = []
     saved = model.state_dict().keys()
@@ -107,11 +112,11 @@ def copy_unsaved_buffers(model: PreTrainedModel, like: PreTrainedModel) -> list[
 
 
 def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
-    """Load the base model of an adapter by `from_pretrained`, shaped like the trained model.
+    """Load the base model of an adapter by `from_pretrained`, with the vocabulary of `like`.
 
-    The embedding is resized to the vocabulary of `like`, because adapters that were trained with
-    new tokens hold the complete embedding and head. If `like` is a reward model, a causal LM is
-    loaded as a reward model.
+    If the vocabulary differs, the embedding is resized, because adapters that were trained with new
+    tokens hold the complete embedding and head. If `like` is a reward model, the base is loaded as
+    a reward model.
     """
     is_reward = reward_head(like) is not None
     base, _ = load_export(folder, like, **({"num_labels": 1} if is_reward else {}))
@@ -126,10 +131,10 @@ def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def copy_head_to_base(model: nn.Module) -> None:
-    """Copy the trained head of a reward model over the head of its base, in place.
+    """Copy the trained head of an adapted reward model over the head of its base, in place.
 
-    A causal LM as base has no such head, so loading gave it a random one. Does nothing for other
-    models.
+    A causal LM has no such head, so its base got a random one when it was loaded. Does nothing for
+    other models.
     """
     original, trained = copied_modules(model).get(HEAD, (None, None))
     if original is not None and trained is not None and reward_head(model) is not None:
@@ -141,13 +146,16 @@ def load_adapted_model(
 ) -> Any:
     """Load a base model, attach adapters, and copy a checkpoint's adapter tensors into them.
 
-    PEFT's loader is not used, so that its mistakes cannot hide.
+    PEFT's loader is not used, so that its mistakes are found by a comparison.
 
     Args:
         folder: folder of the base model.
         like: a model of the same architecture, with the vocabulary that was trained.
         source: the checkpoint.
-        dtype: dtype to round the adapter to first; None: do not round.
+        dtype: dtype to which the adapter is rounded first; None: no rounding.
+
+    Returns:
+        The PEFT model.
     """
     model = attach_adapters(load_base(folder, like), read_adapter_config(source.hf))
     tensors = dict(model.state_dict())

@@ -50,21 +50,21 @@ _EPSILON = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Expected:
-    """A stored tensor whose values a parameter of the export must have."""
+    """A stored tensor that one parameter of the export must equal."""
 
     stored: StoredTensor
     description: str  # such as "model.norm.weight of the checkpoint", for findings
     sum: int | None = None  # of its rows in live memory, when it was saved
 
     def describe_difference(self, actual: Values, dtypes: set[torch.dtype]) -> str | None:
-        """Describe how a parameter of an export differs from this tensor, or return None.
+        """Describe how a parameter of an export differs from this tensor; None if it is equal.
 
-        Damage of this tensor itself is reported first.
+        If this stored tensor is itself damaged, that is described instead.
 
         Args:
-            actual: the parameter, stored or computed.
-            dtypes: dtypes of the stored tensors that the parameter is made of. Each value must be
-                a cast to one of them.
+            actual: the parameter, stored or in memory.
+            dtypes: dtypes of the exported tensors from which the parameter is made. Each value must
+                be a cast to one of them.
         """
         if fault := describe_misfit(self.stored, tuple(actual.shape), dtypes, self.description):
             return fault
@@ -78,10 +78,13 @@ class Expected:
         return self.describe_damage(stored_sum) or differs
 
     def describe_damage(self, stored_sum: int | None = None) -> str | None:
-        """Describe damage of this tensor, or return None if its checksum is right or unknown.
+        """Compare this tensor with its checksum, and describe the damage.
 
         Args:
-            stored_sum: its `row_sum`, if it was computed already.
+            stored_sum: its row sum, if it was computed already. None reads the tensor.
+
+        Returns:
+            The description; None if the checksum is right or unknown.
         """
         if self.sum is None:
             return None
@@ -92,7 +95,7 @@ class Expected:
 
 @dataclass
 class Proof:
-    """A comparison of every tensor of an export with a checkpoint."""
+    """Compare every parameter of an export with a checkpoint; see `run`."""
 
     model: PreTrainedModel  # on meta
     entries: dict[str, StoredTensor]
@@ -105,18 +108,18 @@ class Proof:
         self._compared = set[str]()
 
     def first_name(self, parameter: str) -> str:
-        """Return the name that stands for a parameter; tied parameters share their first name."""
+        """Return the first name of a tied parameter; for any other parameter, its name."""
         return self._first_name.get(parameter, parameter)
 
     def add_expected(self, source: Source) -> None:
-        """Fill in `expected` with the tensors of a checkpoint."""
+        """Add the tensors of a checkpoint to `expected`, by the first name of their parameter."""
         for name, expected in find_expected_tensors(source, self.model.state_dict()).items():
             self.expected.setdefault(self.first_name(name), []).append(expected)
 
     def run(self, source: Source, names: Mapping[str, str] | None = None) -> None:
         """Compare every tensor of the export with the checkpoint; differences are findings.
 
-        A parameter that the export lacks is a finding too.
+        A parameter that the export lacks is a finding, too. Reads with up to four threads.
 
         Args:
             source: the checkpoint.
@@ -142,14 +145,14 @@ class Proof:
             self.findings.add(file, name, "is not in the export")
 
     def is_computed(self, parameter: str) -> bool:
-        """Return True if a parameter's expected value must be computed; here False."""
+        """Return True if a parameter's expected value is computed instead of read; here False."""
         return False
 
     def read_parameters(self, group: LoadGroup) -> Mapping[str, Values]:
         """Read a group of the export's tensors as parameters, converted as transformers does.
 
         Returns:
-            Name of a parameter -> its tensor, in memory if it was converted.
+            Parameter name -> tensor in memory if the group is converted, else the stored tensor.
         """
         if group.converted:
             return load_group(self.model, group, self.entries)
@@ -158,7 +161,13 @@ class Proof:
     def describe_difference(
         self, parameter: str, actual: Values, dtypes: set[torch.dtype]
     ) -> str | None:
-        """Describe how a parameter differs from its expected tensors, or return None."""
+        """Describe how a parameter differs from its expected tensors; None if it does not.
+
+        Args:
+            parameter: first name of the parameter.
+            actual: its value in the export.
+            dtypes: dtypes of the exported tensors from which it is made.
+        """
         faults = (
             expected.describe_difference(actual, dtypes) for expected in self.expected[parameter]
         )
@@ -186,15 +195,16 @@ class Proof:
 
 @dataclass(kw_only=True)
 class MergeProof(Proof):
-    """A comparison of a merged export with its base model and a checkpoint of adapters."""
+    """Compare every parameter of a merged export with its base and a checkpoint of adapters."""
 
     folder: Path  # of the base
     rounded: int = 0  # values that are equal only up to rounding
 
     def add_expected(self, source: Source) -> None:
-        """Fill in `expected` with tensors of the base and of the checkpoint.
+        """Fill in `expected` with stored tensors of the base and of the checkpoint.
 
-        A parameter whose value must be computed gets an empty list.
+        A parameter whose expected value must be computed gets an empty list. Reads all adapter
+        tensors once.
 
         Raises:
             ExportError: the checkpoint is damaged or does not fit its adapter's config.
@@ -223,18 +233,22 @@ class MergeProof(Proof):
                 self.expected[name] = [Expected(entry, f"{group.keys[0]} of the base")]
 
     def _layer(self, parameter: str) -> AdapterLayer | None:
-        """Return the adapter of a parameter, or None."""
+        """Return the adapter layer on a parameter; None if the adapter does not change it."""
         layers = self.layout.parts.get(parameter)
         return layers[0] if layers else None
 
     def is_computed(self, parameter: str) -> bool:
-        """Return True if a parameter has an adapter merged in, or is converted when loaded."""
+        """Return True if the expected value of a parameter must be computed.
+
+        It must if an adapter is merged into the parameter, or if transformers converts it when it
+        loads.
+        """
         return self.expected.get(parameter) == []
 
     def read_parameters(self, group: LoadGroup) -> Mapping[str, Values]:
-        """Read the parameters of a group of the export, and remember those of the base.
+        """Read the parameters of a group of the export, and load those of the base for comparison.
 
-        `describe_difference` uses the base's values next, so call it before the next group is read.
+        The base's values are kept until the next call, for `describe_difference`.
         """
         parameter = self.first_name(group.parameter)
         if group.converted or self.is_computed(parameter):
@@ -246,9 +260,10 @@ class MergeProof(Proof):
     def describe_difference(
         self, parameter: str, actual: Values, dtypes: set[torch.dtype]
     ) -> str | None:
-        """Describe how a parameter differs from the base (plus adapter), or return None.
+        """Describe how a parameter differs from the base (plus adapter); None if it is equal.
 
-        Values that differ by rounding only are accepted and counted in `rounded`.
+        Values that differ by rounding only are accepted, and counted in `rounded`. Call it after
+        `read_parameters` on the parameter's group.
         """
         if not self.is_computed(parameter):
             return super().describe_difference(parameter, actual, dtypes)
@@ -284,9 +299,14 @@ class MergeProof(Proof):
     def _bounds(
         self, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute bounds of the merged values that hold for any order of the additions.
+        """Compute bounds of the merged values for any order of the additions in PEFT's arithmetic.
 
         See [Note: equal, and equal to rounding].
+
+        Args:
+            layer: the adapter layer.
+            weight: the base's weight.
+            factors: the adapter's tensors in float32, by their role such as `A` and `B`.
 
         Returns:
             (lowest, highest) value of each element, before rounding to the export's dtype.
@@ -327,12 +347,12 @@ def find_expected_tensors(source: Source, names: Iterable[str] = ()) -> dict[str
 def describe_misfit(
     expected: Values, shape: tuple[int, ...], dtypes: set[torch.dtype], description: str
 ) -> str | None:
-    """Describe why a tensor cannot be a cast of `expected` by shape and dtype, or return None.
+    """Describe why a tensor cannot be a cast of `expected`, by shape and dtype; None if it can.
 
     Args:
         expected: the original.
         shape: shape of the tensor.
-        dtypes: dtypes of the stored tensors that it is made of.
+        dtypes: dtypes of the exported tensors from which it is made.
         description: name of the original, for the message.
     """
     if tuple(expected.shape) != shape:
@@ -346,7 +366,10 @@ def describe_misfit(
 def mask_differences(
     value: torch.Tensor, actual: torch.Tensor, dtypes: set[torch.dtype]
 ) -> torch.Tensor:
-    """Return a bool mask of the elements of `actual` that are no cast of `value` to any dtype."""
+    """Return a bool mask of the elements of `actual` that differ from `value`.
+
+    An element is equal if it has the bits of `value` cast to one of `dtypes`, or if both are NaN.
+    """
     wrong = torch.ones(actual.shape, dtype=torch.bool)
     for dtype in dtypes:
         wrong &= ~same_values(value.to(dtype).to(actual.dtype), actual)

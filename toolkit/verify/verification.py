@@ -20,17 +20,21 @@ from toolkit.verify.findings import Findings, Report
 
 
 def verify_checkpoint(checkpoint: str | Path) -> Report:
-    """Verify that a checkpoint, or every checkpoint of a run, is intact.
+    """Verify that a checkpoint, or every committed checkpoint of a run, is intact.
 
-    Every byte of every file is compared with the manifest, and the stored bytes of every model
-    tensor with the sum of live memory. The findings name the tensors of a damaged file. Reads all
-    files once and the model's tensors once more, on four threads; each holds 1 MB, or one row.
+    Every byte of every file is compared with the manifest. The stored bytes of every model tensor
+    are compared with the checksum of its memory at the save. The findings name the tensors of a
+    damaged file. Reads all files once and the model's tensors once more, on four threads; each
+    holds 1 MB, or one row.
 
     Args:
         checkpoint: folder of a checkpoint or of a run.
 
+    Returns:
+        The report; damage is in its findings and raises nothing.
+
     Raises:
-        CheckpointError: there is no checkpoint at the path; the message says where one is.
+        CheckpointError: there is no checkpoint at the path; the message may suggest one.
     """
     path = Path(checkpoint).expanduser()
     folders, notes = _find_checkpoints(path)
@@ -54,23 +58,28 @@ def verify_export(
     Without a checkpoint, every byte is compared with the export's own manifest. Headers, index,
     config and the model that the config describes must agree, and each parameter is stored once.
 
-    With a checkpoint, every value must be the checkpoint's, cast to the export's dtype, and config
-    and tokenizer must be equal. A PEFT folder is compared in the same way. A merged model must
-    equal its base plus the adapter.
+    With a checkpoint, also every value must be the checkpoint's, cast to the export's dtype, and
+    config and tokenizer must be equal. A PEFT folder is compared in the same way. A merged model
+    must equal its base plus the adapter.
 
     Reads the export twice and the checkpoint's weights once. Each thread holds two blocks of 1 MB
     (or one row); two converted groups are in memory.
 
     Args:
-        checkpoint: a run, a checkpoint, or one of another tool; None: the export by itself.
+        checkpoint: a run, a checkpoint, or a checkpoint of another tool; None: verify the export
+            alone.
         export: folder of the export.
         logits: also compute the export's logits, and compare them with those of the checkpoint's
             weights. Needs the memory of the model, twice with a checkpoint.
         hf_assets: folder or Hub id with the config, if the checkpoint is another tool's and has
             none. For adapters: the base model, if it is not where the run had it.
 
+    Returns:
+        The report; damage is in its findings and raises nothing.
+
     Raises:
-        CheckpointError, ExportError: there is none at the path; the message says where one is.
+        CheckpointError, ExportError: there is no checkpoint or export at the path; the message may
+            suggest one.
     """
     # They import transformers and PEFT, which the verification of a checkpoint does not need.
     from toolkit.checkpoint.sources import find_base, find_source
@@ -104,7 +113,10 @@ def verify_export(
 
 
 def is_export(path: str | Path) -> bool:
-    """Return True if `path` is a Hugging Face or PEFT folder, even if some files are missing."""
+    """Return True if `path` is a Hugging Face or PEFT folder, even if some files are missing.
+
+    False for a run, and for the `hf` folder in a checkpoint.
+    """
     path = Path(path).expanduser()
     if (path / CHECKPOINTS).is_dir():
         return False
@@ -118,10 +130,13 @@ def is_export(path: str | Path) -> bool:
 
 
 def _find_checkpoints(path: Path) -> tuple[list[Path], list[str]]:
-    """Find the checkpoints of a run, or the one at `path`.
+    """Find the checkpoints of a run, or the one at `path`. Broken checkpoints are included.
 
     Returns:
-        Folders of the checkpoints, and notes on other entries next to them.
+        (folders of the checkpoints, notes on other entries next to them).
+
+    Raises:
+        CheckpointError: there is no checkpoint; the message may suggest one.
     """
     root = path / CHECKPOINTS
     if not root.is_dir():
@@ -142,7 +157,7 @@ def _find_checkpoints(path: Path) -> tuple[list[Path], list[str]]:
 
 
 def _find_export(folder: Path) -> Path:
-    """Return `folder` if it is an export; raise ExportError with a hint if it is not."""
+    """Return `folder` if it is an export; otherwise raise an ExportError that says what it is."""
     if not folder.exists():
         raise ExportError(f"{folder} does not exist (current folder: {Path.cwd()})")
     if folder.is_file():
