@@ -176,7 +176,20 @@ def configs_page() -> str:
         "Those for pretraining start with `toolkit train`, those for preferences with "
         "`toolkit prefer`.",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *reproduction_lines(folder)]) + "\n"
+
+
+def reproduction_lines(folder: Path) -> list[str]:
+    """Return the table of the configs that reproduce a published figure."""
+    lines = ["", "## Published figures", ""]
+    lines.append("These configs train small models from random weights to a figure that others")
+    lines.append("published. Each file starts with the commands that fetch its data.")
+    lines += ["", "| config | reproduces |", "|---|---|"]
+    for file in sorted(folder.glob("*.yaml")):
+        reproduced = re.search(r"^# Reproduces: (.+)$", file.read_text("utf-8"), re.MULTILINE)
+        if reproduced is not None:
+            lines.append(f"| `{file.name}` | {reproduced[1]} |")
+    return lines
 
 
 def what_is_trained(config: dict[str, Any]) -> str:
