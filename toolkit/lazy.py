@@ -30,7 +30,7 @@ def import_when_used(package: str) -> None:
     homes = _exported_names(module.__spec__.loader.get_source(package))
 
     def get_attribute(name: str) -> Any:
-        """Import the module that has `name`, and return the attribute; see `__getattr__`, PEP 562."""
+        """Import the module that has `name` and return its attribute; see PEP 562."""
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if homes[name] == package:

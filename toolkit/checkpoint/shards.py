@@ -372,7 +372,7 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Sa
     saved = _WrittenChunks()
 
     def write() -> bytes:
-        """Write this rank's parts; return its encoded chunks, or b"" if they are the last save's."""
+        """Write this rank's parts; return its encoded chunks, b"" if they have not changed."""
         with _raise_as_checkpoint_error(failed):
             saved.tensors_metadata, saved.local_chunks = _write_local_parts(tensors, writer)
         return b"" if saved.local_chunks == last.local_chunks else saved.local_chunks
