@@ -16,7 +16,8 @@ def import_when_used(package: str) -> None:
     The package lists its names once, as ordinary imports under `if TYPE_CHECKING:`, which type
     checkers and editors read. This function reads the same block, so there is no second list:
 
-        if TYPE_CHECKING: from toolkit.export.consolidation import consolidate
+        if TYPE_CHECKING:
+            from toolkit.export.consolidation import consolidate
 
         import_when_used(__name__)
 

@@ -111,7 +111,10 @@ def find_carried_tensors(
 
 @dataclass(frozen=True)
 class Carried:
-    """The carried tensors of one export: either the tensors to copy, or the keys to omit."""
+    """The carried tensors of one export: either the tensors to copy, or the keys to omit.
+
+    A carried tensor belongs to the source model and to no parameter of the trained model.
+    """
 
     tensors: dict[str, CarriedTensor]
     omitted: list[str]

@@ -135,7 +135,7 @@ class HashingWriter(FileSystemWriter):
 class ShardReader(FileSystemReader):
     """`FileSystemReader` that takes its metadata as an argument and reads with several threads.
 
-    After a load, the attribute `requested` holds the bytes that were read.
+    After a load, the attribute `requested` is the number of bytes that were read.
     """
 
     def __init__(self, folder: Folder, metadata: Metadata) -> None:
@@ -398,7 +398,8 @@ def names_to_write(tensors: Tensors) -> set[str]:
     """Choose the tensors whose local parts this rank writes; return their names.
 
     If several ranks hold the same part, only one of them writes it. The choice balances the bytes,
-    and every rank computes it without communication. An empty part is not written.
+    and every rank computes it without communication. An empty part is not written, except that rank
+    0 writes a tensor without elements.
     """
     chosen = set()
     loads: dict[Any, list[int]] = {}  # of the ranks that hold the same parts

@@ -83,7 +83,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_adapter(file: Path, name: str) -> None:
-    """Raise ModelError if the file adapter_config.json exists; it says how to set an adapter.
+    """Raise ModelError if the file adapter_config.json exists.
+
+    The error says which settings train on an adapter.
 
     Args:
         file: path of adapter_config.json.

@@ -240,8 +240,8 @@ class MergeProof(Proof):
     def is_computed(self, parameter: str) -> bool:
         """Return True if the expected value of a parameter must be computed.
 
-        It must if an adapter is merged into the parameter, or if transformers converts it when it
-        loads.
+        This is the case if an adapter is merged into the parameter, or if transformers converts it
+        when it loads.
         """
         return self.expected.get(parameter) == []
 
