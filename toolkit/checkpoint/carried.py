@@ -141,7 +141,7 @@ class Carried:
     def log(self) -> None:
         """Print one line about the omitted tensors and one about the tensors to copy.
 
-        A line about no tensors is not printed. Every rank that calls this prints.
+        If there are no such tensors, the line is omitted. Every rank that calls this prints.
         """
         keys = self.assets.source or ()
         if self.omitted:

@@ -108,11 +108,14 @@ class Proof:
         self._compared = set[str]()
 
     def first_name(self, parameter: str) -> str:
-        """Return the first name of a tied parameter; for any other parameter, its name."""
+        """Return the name that all names of a tied parameter share: the first of them.
+
+        A parameter that is not tied has only its own name.
+        """
         return self._first_name.get(parameter, parameter)
 
     def add_expected(self, source: Source) -> None:
-        """Add the tensors of a checkpoint to `expected`, by the first name of their parameter."""
+        """Add each tensor of a checkpoint to `expected`, under the `first_name` of its parameter."""
         for name, expected in find_expected_tensors(source, self.model.state_dict()).items():
             self.expected.setdefault(self.first_name(name), []).append(expected)
 
