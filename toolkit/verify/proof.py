@@ -115,7 +115,7 @@ class Proof:
         return self._first_name.get(parameter, parameter)
 
     def add_expected(self, source: Source) -> None:
-        """Add each tensor of a checkpoint to `expected`, under the `first_name` of its parameter."""
+        """Add the tensors of a checkpoint to `expected`, under the `first_name` of the parameter."""
         for name, expected in find_expected_tensors(source, self.model.state_dict()).items():
             self.expected.setdefault(self.first_name(name), []).append(expected)
 
