@@ -115,7 +115,10 @@ class Proof:
         return self._first_name.get(parameter, parameter)
 
     def add_expected(self, source: Source) -> None:
-        """Add the tensors of a checkpoint to `expected`, under the `first_name` of the parameter."""
+        """Add the tensors of a checkpoint to `expected`, under the first name of the parameter.
+
+        See `first_name`.
+        """
         for name, expected in find_expected_tensors(source, self.model.state_dict()).items():
             self.expected.setdefault(self.first_name(name), []).append(expected)
 
