@@ -114,8 +114,8 @@ def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
 def check_parsed_files(folder: Path) -> None:
     """Raise ModelError if a JSON file or chat template of a folder is malformed or far too large.
 
-    Call it before transformers parses the folder, because transformers has no limits. Missing
-    files, also config.json, are no error.
+    Call it before transformers parses the folder, because transformers has no limits. Missing files
+    are no error, not even config.json.
     """
     if (folder / "config.json").is_file():
         read_config(folder)

@@ -208,7 +208,7 @@ class _Revision:
     def keeps_card(self, export: LocalExport) -> bool:
         """Return True if a push must keep the repository's model card.
 
-        That is so if the card was edited on the Hub and the export's folder has no README.md.
+        It must if the card was edited on the Hub and the export's folder has no README.md.
         """
         return not self.card_is_ours and not export.has_own_card
 

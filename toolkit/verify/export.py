@@ -320,7 +320,7 @@ def compare_files(
 ) -> None:
     """Compare tokenizer, code and other small files with the checkpoint's, byte by byte.
 
-    Each difference is a finding, also a file that only one of them has.
+    Each difference is a finding, and so is a file that only one of them has.
 
     Args:
         export: the subject.
