@@ -283,8 +283,8 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
     )
 
     def read() -> None:
-        # Each rank knows its part, so the ranks need not plan together.
         """Load this rank's parts with `dcp.load`, without communication."""
+        # Each rank knows its part, so the ranks need not plan together.
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
