@@ -18,8 +18,8 @@ from toolkit.training.launch import Run
 def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel, ModelConfig]:
     """Check the settings of a run, and build its model on meta without adapters. Collective.
 
-    If the settings request it, also trains the tokenizer, and creates the Hub repository in which
-    the run will be published. Takes seconds without a tokenizer to train.
+    If the settings request it, this also trains the tokenizer, and creates the Hub repository in
+    which the run will be published. Without a tokenizer to train, it takes seconds.
 
     Returns:
         (model on meta, its settings completed by the run's tokenizer).
@@ -78,8 +78,8 @@ def load_weights(sharded: Sharded, cfg: RunConfig, run: Run, *, empty: bool) -> 
         sharded: the model, on meta.
         cfg: the settings of the run.
         run: the processes of the run.
-        empty: only allocate memory, because a checkpoint will supply all values, also of the
-            adapter.
+        empty: only allocate memory, because a checkpoint will supply all values, including those of
+            the adapter.
 
     Raises:
         ToolkitError: see `loading.load_or_init` and `export.load_adapter`.

@@ -72,10 +72,10 @@ def scrub(text: str, secrets: Iterable[str | None] = ()) -> str:
 
 
 def one_line(problem: object, max_length: int = 300) -> str:
-    """Format an exception or a text on one line of at most `max_length` characters.
+    """Format an exception or a text on one line.
 
-    A longer text is cut and ends in " ...". An exception that is no `ToolkitError` is preceded by
-    the name of its class.
+    Only the first `max_length` characters are kept, followed by " ..." if there are more. An
+    exception that is no `ToolkitError` is preceded by the name of its class.
     """
     is_foreign = isinstance(problem, Exception) and not isinstance(problem, ToolkitError)
     message = f"{type(problem).__name__}: {problem}" if is_foreign else str(problem)

@@ -16,7 +16,8 @@ def import_when_used(package: str) -> None:
     The package lists its names once, as ordinary imports under `if TYPE_CHECKING:`, which type
     checkers and editors read. This function reads the same block, so there is no second list:
 
-        if TYPE_CHECKING: from toolkit.export.consolidation import consolidate
+        if TYPE_CHECKING:
+            from toolkit.export.consolidation import consolidate
 
         import_when_used(__name__)
 
@@ -30,7 +31,7 @@ def import_when_used(package: str) -> None:
     homes = _exported_names(module.__spec__.loader.get_source(package))
 
     def get_attribute(name: str) -> Any:
-        """Import the module that has `name`, and return the attribute; see `__getattr__`, PEP 562."""
+        """Import the module that has `name` and return its attribute; see PEP 562."""
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if homes[name] == package:

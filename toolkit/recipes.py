@@ -233,7 +233,7 @@ def _check_cores(processes: int) -> None:
 def _needs_port(yaml: dict[str, Any], launcher_flags: dict[str, Any]) -> bool:
     """Return True if a run on one machine needs another port than Accelerate's default.
 
-    It does if the default port is in use and the user set no port.
+    This is the case if the default port is in use and the user set no port.
     """
     port = launcher_flags["--main_process_port"] or yaml.get("main_process_port")
     machines = launcher_flags["--num_machines"] or yaml.get("num_machines") or 1

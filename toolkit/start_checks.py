@@ -395,7 +395,7 @@ def check_continued_adapter(cfg: RunConfig, base: PreTrainedModel, *, resumes: b
 
 
 def _refuse_other_targets(lora: LoraConfig, base: PreTrainedModel) -> None:
-    """Raise ConfigError if the adapter of `lora.from` is not on all linear layers of `base`.
+    """Raise ConfigError if the adapter of `lora.from` is on other modules than all linear layers.
 
     Called if the user set `lora.target_modules` to `all-linear`.
     """

@@ -180,9 +180,9 @@ def _is_string_list(value: Any) -> bool:
 def _build_layer_pattern(config: dict[str, Any], targets: Any) -> Any:
     """Build a regular expression that matches `target_modules` in `layers_to_transform` only.
 
-    PEFT takes a module's layer number from its name: the last number after one of `layers_pattern`,
-    or after any name if there is none. A string `targets` is returned unchanged, because PEFT then
-    ignores `layers_to_transform`.
+    PEFT takes a module's layer number from its name. It is the last number that follows one of
+    `layers_pattern` or, without `layers_pattern`, any name. A string `targets` is returned
+    unchanged, because PEFT then ignores `layers_to_transform`.
     """
     if isinstance(targets, str):  # PEFT ignores the layers of a pattern
         return targets
@@ -479,9 +479,9 @@ def _compute_adapter_base_digest(source: AdapterSource) -> str | None:
 
 
 def _compute_local_digest(name: str, revision: str | None) -> str | None:
-    """Compute the weight digest of a folder or cached Hub model; None if it is missing.
+    """Compute the weight digest of a folder or cached Hub model.
 
-    Also None if files of it are missing or damaged.
+    None if the model is not on this machine, or if its weights are incomplete or damaged.
     """
     try:
         return base_digest(local_folder(name, revision, ask=False))

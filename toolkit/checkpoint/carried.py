@@ -111,7 +111,10 @@ def find_carried_tensors(
 
 @dataclass(frozen=True)
 class Carried:
-    """The carried tensors of one export: either the tensors to copy, or the keys to omit."""
+    """The carried tensors of one export: either the tensors to copy, or the keys to omit.
+
+    A carried tensor belongs to the source model and to no parameter of the trained model.
+    """
 
     tensors: dict[str, CarriedTensor]
     omitted: list[str]
@@ -138,7 +141,7 @@ class Carried:
     def log(self) -> None:
         """Print one line about the omitted tensors and one about the tensors to copy.
 
-        A line about no tensors is not printed. Every rank that calls this prints.
+        If there are no such tensors, the line is omitted. Every rank that calls this prints.
         """
         keys = self.assets.source or ()
         if self.omitted:

@@ -147,8 +147,8 @@ def release(folder: Folder) -> None:
 def check_held() -> None:
     """Raise a CheckpointError if this process has lost a folder that it had locked.
 
-    It has if another process has taken the folder over, or if the lock file was removed or emptied.
-    Also raised if the lock file cannot be read.
+    A folder is lost if another process has taken it over, or if its lock file was removed, was
+    emptied or cannot be read.
     """
     for lock in _held_locks.values():
         with raise_disk_errors(f"{lock.file} cannot be read"):

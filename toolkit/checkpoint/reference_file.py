@@ -43,7 +43,8 @@ def encode(origin: Origin, values: Values) -> bytes:
 
     Args:
         origin: everything that the values depend on.
-        values: table -> (answers, their log-probabilities under the reference model).
+        values: table -> (numbers of the answers, their log-probabilities under the reference
+            model). The number of an answer is 2 * row + side.
     """
     tensors = {}
     for name, (answers, logps) in values.items():
@@ -84,7 +85,7 @@ def decode(content: bytes, file: object) -> tuple[Origin, Values]:
 def _is_valid_table(answers: np.ndarray, logps: np.ndarray) -> bool:
     """Return True if both arrays have the expected dtypes, equal lengths and valid values.
 
-    Answers are non-negative int64, log-probabilities are finite float32.
+    Numbers of answers are non-negative int64, log-probabilities are finite float32.
     """
     kinds = answers.dtype == np.int64 and logps.dtype == np.float32
     shapes = answers.ndim == 1 and answers.shape == logps.shape

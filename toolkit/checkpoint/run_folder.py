@@ -454,7 +454,7 @@ def _load_config(file: Folder, cls: type[RunConfig]) -> Any:
 def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:
     """Raise a ConfigError if a recorded config and this start's config define different runs.
 
-    They do if a setting differs that is fixed on a resume.
+    This is the case if a setting differs that a resume may not change.
 
     Args:
         before: the config recorded in `folder`.
@@ -481,7 +481,7 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
 def _is_saved_config(file: Path, cls: type) -> bool:
     """Return True if `save_config` wrote the file.
 
-    It did if loading and dumping the file gives the same text.
+    Such a file does not change if it is loaded and dumped again.
     """
     try:
         return file.read_text("utf-8") == config.dump(config.load(cls, file))

@@ -70,11 +70,11 @@ def save(
 ) -> str:
     """Save and commit a checkpoint of `state`, and delete old ones; return its path. Collective.
 
-    Each rank writes its shards. A failure or a kill at any moment leaves earlier checkpoints
-    unchanged. With `cfg.async_save`, the call returns as soon as the state is copied to host
-    memory, and a thread writes and commits the copies. Without it, the checkpoint is committed when
-    the call returns. See [Note: saving behind the loop]. First, it waits for an earlier save in the
-    background.
+    First waits for an earlier save in the background. Each rank writes its shards. A failure or a
+    kill at any moment leaves earlier checkpoints unchanged. With `cfg.async_save`, the call returns
+    as soon as the state is copied to host memory, and a thread writes and commits the copies.
+    Without it, the checkpoint is committed when the call returns. See [Note: saving behind the
+    loop].
 
     Args:
         state: the state to save.

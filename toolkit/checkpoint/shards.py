@@ -135,7 +135,7 @@ class HashingWriter(FileSystemWriter):
 class ShardReader(FileSystemReader):
     """`FileSystemReader` that takes its metadata as an argument and reads with several threads.
 
-    After a load, the attribute `requested` holds the bytes that were read.
+    After a load, the attribute `requested` is the number of bytes that were read.
     """
 
     def __init__(self, folder: Folder, metadata: Metadata) -> None:
@@ -283,8 +283,8 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
     )
 
     def read() -> None:
-        # Each rank knows its part, so the ranks need not plan together.
         """Load this rank's parts with `dcp.load`, without communication."""
+        # Each rank knows its part, so the ranks need not plan together.
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -372,7 +372,7 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Sa
     saved = _WrittenChunks()
 
     def write() -> bytes:
-        """Write this rank's parts; return its encoded chunks, or b"" if they are the last save's."""
+        """Write this rank's parts; return its encoded chunks, b"" if they have not changed."""
         with _raise_as_checkpoint_error(failed):
             saved.tensors_metadata, saved.local_chunks = _write_local_parts(tensors, writer)
         return b"" if saved.local_chunks == last.local_chunks else saved.local_chunks
@@ -398,7 +398,8 @@ def names_to_write(tensors: Tensors) -> set[str]:
     """Choose the tensors whose local parts this rank writes; return their names.
 
     If several ranks hold the same part, only one of them writes it. The choice balances the bytes,
-    and every rank computes it without communication. An empty part is not written.
+    and every rank computes it without communication. An empty part is not written, except that rank
+    0 writes a tensor without elements.
     """
     chosen = set()
     loads: dict[Any, list[int]] = {}  # of the ranks that hold the same parts

@@ -140,7 +140,9 @@ def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
         elsewhere: folder or Hub id of the base; None uses the path or id that the run used.
 
     Raises:
-        ExportError: the base is not found, its weights are not those of the run, or it was random.
+        ExportError: the base is not found, its weights are not those of the run, or its weights
+            were random and are in no folder.
+        LoadingError: its weights are missing or damaged.
     """
     entry = read_base_entry(source)
     if str(entry.get("digest")).startswith("random"):

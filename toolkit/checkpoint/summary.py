@@ -207,7 +207,7 @@ def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str,
 
         - `changes`: setting -> [[value, last step], ...] for values of earlier starts.
         - `metrics`: the last value of each metric; `logged_at`: metric -> step of that value.
-        - `versions`: package versions of the last start.
+        - `versions`: package versions of the last start, or of this process if none is recorded.
         - `steps`, `tokens`, `global_batch` (in samples) and `devices`.
     """
     run = Path(run_dir)

@@ -163,7 +163,7 @@ def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
     with contextlib.ExitStack() as stack:
 
         def read() -> tuple[Tensors, dict[str, int], Tensors, dict[str, Any]]:
-            """Open the adapter until `stack` is closed, and return the result of `_read_adapter`."""
+            """Open the adapter for as long as `stack` is open, and read it by `_read_adapter`."""
             source = stack.enter_context(open_adapter(cfg.lora))
             return _read_adapter(model, source, stack)
 

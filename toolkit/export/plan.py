@@ -373,8 +373,8 @@ def _match_parameters(
 def _spell_like_source(name: str, model: PreTrainedModel) -> str:
     """Return `name` in the spelling of the source: with or without the base model's prefix.
 
-    An example are `transformer.wte` and `wte`: transformers loads both, and always writes the
-    prefix. A name that the source has in neither spelling is returned unchanged.
+    For example, transformers loads both `transformer.wte` and `wte`, and always writes the prefix.
+    If the source has neither spelling, `name` is returned unchanged.
     """
     prefix, source = f"{model.base_model_prefix}.", assets_of(model).source or {}
     spellings = (name, name.removeprefix(prefix), prefix + name)

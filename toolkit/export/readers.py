@@ -124,7 +124,7 @@ class SavedTensors:
     def read_group(self, plan: ExportPlan, group: ExportGroup) -> Mapping[str, TensorValues]:
         """Read the outputs of a group for an export: output name -> values.
 
-        Values are a tensor if the group is converted, otherwise an iterator over blocks of rows.
+        Each value is a tensor if the group is converted, otherwise an iterator over blocks of rows.
 
         Raises:
             CheckpointError: a tensor differs from its saved checksum. For an iterator, this is
@@ -271,8 +271,8 @@ class AdapterMerge:
     def read_group(self, group: ExportGroup) -> Mapping[str, TensorValues]:
         """Read the outputs of a group, with the adapter merged in: output name -> values.
 
-        Values are iterators over blocks of rows if the group is copied from the base's files,
-        otherwise tensors.
+        Each value is an iterator over blocks of rows if the group is copied from the base's files,
+        otherwise a tensor.
 
         Raises:
             ExportError: the base cannot be converted as planned.

@@ -83,7 +83,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_adapter(file: Path, name: str) -> None:
-    """Raise ModelError if the file adapter_config.json exists; it says how to set an adapter.
+    """Raise ModelError if the file adapter_config.json exists.
+
+    The error says which settings train on an adapter.
 
     Args:
         file: path of adapter_config.json.
@@ -112,8 +114,8 @@ def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
 def check_parsed_files(folder: Path) -> None:
     """Raise ModelError if a JSON file or chat template of a folder is malformed or far too large.
 
-    Call it before transformers parses the folder, because transformers has no limits. Missing
-    files, also config.json, are no error.
+    Call it before transformers parses the folder, because transformers has no limits. Missing files
+    are no error, not even config.json.
     """
     if (folder / "config.json").is_file():
         read_config(folder)

@@ -130,8 +130,8 @@ def download_assets(name_or_path: str, revision: str | None = None) -> None:
     """Download the small files of a Hub id into the cache: config, tokenizer, templates, code.
 
     Exports copy them. Without this call, the cache would have only the files that this process
-    reads. Does nothing for a local path. If the download fails, a warning is logged on rank 0, and
-    nothing is raised.
+    reads. Does nothing for a local path. A failed download raises nothing: rank 0 logs a warning,
+    or nothing in offline mode.
     """
     from huggingface_hub import is_offline_mode, snapshot_download
 

@@ -57,7 +57,7 @@ def append_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def drop_lines_after(file: Path, step: int) -> None:
-    """Remove the lines whose `step` is larger than `step` from a file.
+    """Remove the lines of all steps after `step` from a file.
 
     A resumed run calls it, because it writes these lines again. Replaces the file atomically. Does
     nothing if there is no file.

@@ -17,7 +17,7 @@ def is_plain_name(name: str) -> bool:
 
 
 def is_inner_path(name: str) -> bool:
-    """Return True if `name` is a path such as `dcp/.metadata`, relative and without `.` or `..`."""
+    """Return True if `name` is a relative path without `.` or `..`, such as `dcp/.metadata`."""
     return all(is_plain_name(part) for part in name.split("/"))
 
 

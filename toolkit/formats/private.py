@@ -30,13 +30,13 @@ def transformers_private(module: str, name: str) -> Any:
 def _resolve_private(
     library: str, module: str, name: str, error: type[ToolkitError], releases: str
 ) -> Any:
-    """Import `library.module:name`.
+    """Import `library.module:name`, or raise `error` if this version of the library lacks it.
 
     Args:
         library: name of the library.
         module: module path in the library.
         name: attribute of the module, possibly dotted.
-        error: class of the exception if it is missing.
+        error: class of the exception.
         releases: versions that have it, for the message.
     """
     try:

@@ -99,7 +99,7 @@ def render_card(manifest: Facts, repo_id: str, digest: str, config: Facts | None
 
 
 def is_unedited(card: str) -> bool:
-    """Return True if `render_card` wrote this model card and nobody has changed it since.
+    """Return True if `render_card` wrote this model card and it was not edited since.
 
     A push may replace such a card.
     """

@@ -138,15 +138,15 @@ def preview(
 def check_access(
     repo_id: str, *, private: bool = True, say: Say = print, create: bool = True
 ) -> None:
-    """Raise a HubError if the token may not push to a repository; create it if it is missing.
+    """Raise a HubError if the token may not push to a repository.
 
     Args:
         repo_id: ORG/NAME.
         private: create a private repository, and refuse a public one.
         say: called with each line to print.
-        create: create a missing repository, and retry temporary failures. If False, nothing is
-            created or retried; for a missing repository, the rights of the token's owner are
-            checked.
+        create: create the repository if it is missing, and retry temporary failures. If False,
+            nothing is created or retried; for a missing repository, the rights of the token's owner
+            are checked.
 
     Raises:
         HubError: the token may not write, or the repository is public and `private` is True.
@@ -208,7 +208,7 @@ class _Revision:
     def keeps_card(self, export: LocalExport) -> bool:
         """Return True if a push must keep the repository's model card.
 
-        That is so if the card was edited on the Hub and the export's folder has no README.md.
+        It must if the card was edited on the Hub and the export's folder has no README.md.
         """
         return not self.card_is_ours and not export.has_own_card
 

@@ -160,10 +160,11 @@ def _group_panel(runs: list[RunRecord], name: str, keys: list[str]) -> Panel:
 
 
 def moving_average(values: list[float | int | None]) -> list[float | int | None]:
-    """Compute the moving average of `values` over a centred window of about 1/25 of their number.
+    """Compute the moving average of `values` over a centred window.
 
-    The window is symmetric, so the curve does not lag; it narrows towards both ends. A gap (None)
-    stays a gap, and is not counted in other averages.
+    The window has about 1/25 of the values, and at least 5. It is symmetric, so the curve does not
+    lag, and narrows towards both ends. A gap (None) stays a gap, and is not counted in other
+    averages.
     """
     half_window = round(max(2.0, len(values) / _WINDOWS / 2))
     means: list[float | int | None] = []

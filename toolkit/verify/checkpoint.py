@@ -50,7 +50,7 @@ class CheckpointSubject:
 def check_checkpoint(folder: Path, prefix: str, findings: Findings) -> None:
     """Run every check on one checkpoint, and add problems and counts to `findings`.
 
-    If the manifest cannot be read, no other check runs.
+    If the manifest is missing or cannot be parsed, no other check runs.
 
     Args:
         folder: folder of the checkpoint.

@@ -136,10 +136,11 @@ def read_manifest(export: Export) -> None:
 
 
 def check_file_names(export: Export) -> None:
-    """Add a finding for each link, each file that the manifest does not list, and foreign weights.
+    """Add a finding for each link, folder, foreign weight file, and file missing from the manifest.
 
-    Hidden files and other files that an export never has are ignored, unless they look like
-    weights. Without a manifest, weight files of other formats and a second index are findings.
+    Hidden files and files that an export may have in addition (model card, licence) are ignored,
+    unless they look like weights. Without a manifest, only links, folders, weight files of other
+    formats and a second index are findings.
     """
     listed = export.manifest.get("files")
     names_of_exports = export_manifest.names_in_manifest(export.folder)
@@ -319,7 +320,7 @@ def compare_files(
 ) -> None:
     """Compare tokenizer, code and other small files with the checkpoint's, byte by byte.
 
-    Each difference is a finding, also a file that only one of them has.
+    Each difference is a finding, and so is a file that only one of them has.
 
     Args:
         export: the subject.

@@ -375,7 +375,7 @@ def _read_config_dtype(config: dict[str, Any]) -> Any:
 
 
 def _drop_dtype(value: Any) -> Any:
-    """Copy a section of a config without its dtype; return a value that is no section unchanged."""
+    """Copy a section (dict) of a config without its dtype; return any other value unchanged."""
     if not isinstance(value, dict):
         return value
     return {k: v for k, v in value.items() if k not in _DTYPE_KEYS}

@@ -108,11 +108,17 @@ class Proof:
         self._compared = set[str]()
 
     def first_name(self, parameter: str) -> str:
-        """Return the first name of a tied parameter; for any other parameter, its name."""
+        """Return the name that all names of a tied parameter share: the first of them.
+
+        A parameter that is not tied has only its own name.
+        """
         return self._first_name.get(parameter, parameter)
 
     def add_expected(self, source: Source) -> None:
-        """Add the tensors of a checkpoint to `expected`, by the first name of their parameter."""
+        """Add the tensors of a checkpoint to `expected`, under the first name of the parameter.
+
+        See `first_name`.
+        """
         for name, expected in find_expected_tensors(source, self.model.state_dict()).items():
             self.expected.setdefault(self.first_name(name), []).append(expected)
 
@@ -240,8 +246,8 @@ class MergeProof(Proof):
     def is_computed(self, parameter: str) -> bool:
         """Return True if the expected value of a parameter must be computed.
 
-        It must if an adapter is merged into the parameter, or if transformers converts it when it
-        loads.
+        This is the case if an adapter is merged into the parameter, or if transformers converts it
+        when it loads.
         """
         return self.expected.get(parameter) == []
 

@@ -58,7 +58,7 @@ def verify_export(
     Without a checkpoint, every byte is compared with the export's own manifest. Headers, index,
     config and the model that the config describes must agree, and each parameter is stored once.
 
-    With a checkpoint, also every value must be the checkpoint's, cast to the export's dtype, and
+    With a checkpoint, every value must also be the checkpoint's, cast to the export's dtype, and
     config and tokenizer must be equal. A PEFT folder is compared in the same way. A merged model
     must equal its base plus the adapter.
 
