@@ -52,7 +52,7 @@ class StepProfiler:
     """
 
     folder: Path
-    """For one trace per rank, such as `rank-0.json.gz`, and `summary.json`."""
+    """Folder of the traces, one per rank such as `rank-0.json.gz`, and of `summary.json`."""
     device: torch.device
     first: int
     last: int
