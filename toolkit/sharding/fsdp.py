@@ -264,7 +264,7 @@ def _sum_gradients(unit: Any) -> None:
 
 
 def build_offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
-    """Build FSDP2's offload policy from `cpu_offload`; memory is pinned if the device is no CPU."""
+    """Build FSDP2's offload policy from `cpu_offload`; pin memory unless the device is a CPU."""
     if not cfg.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")
