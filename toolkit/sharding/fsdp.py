@@ -78,12 +78,12 @@ class Prefetch:
             self._handles += [begin, end]
 
     def _begin(self, *_: Any) -> None:
-        """Forward hook: clear the recorded order, because an earlier forward may have failed."""
+        """Hook before a forward: clear the recorded order, since the last forward may have failed."""
         self.begun.clear()  # an earlier forward may have ended in an error
         self.ended.clear()
 
     def _finish(self, *_: Any) -> None:
-        """Forward hook: after the first complete forward, remove all hooks and set prefetches."""
+        """Hook after the first complete forward: remove all hooks, and set the prefetches."""
         for handle in self._handles:
             handle.remove()
         self._set_prefetches(_drop_repeated(self.begun), _drop_repeated(self.ended))

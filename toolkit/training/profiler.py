@@ -147,7 +147,7 @@ class StepProfiler:
         return {k: s / steps for k, s in measure_parts(events).items()}, has_kernels(events)
 
     def close(self) -> None:
-        """Stop the profiler if the run ends before the last step to trace."""
+        """Stop the profiler if the run ends before the last step to trace was done."""
         if self.is_open:
             self._profile.stop()
         self.is_open = False
