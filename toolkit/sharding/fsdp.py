@@ -78,7 +78,7 @@ class Prefetch:
             self._handles += [begin, end]
 
     def _begin(self, *_: Any) -> None:
-        """Hook before a forward: clear the recorded order, since the last forward may have failed."""
+        """Hook before a forward: clear the recorded order, as the last one may have ended early."""
         self.begun.clear()  # an earlier forward may have ended in an error
         self.ended.clear()
 
