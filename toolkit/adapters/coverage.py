@@ -154,7 +154,10 @@ def idle_adapter_warnings(model: nn.Module) -> list[str]:
 
 
 def _common_ending(name: str) -> str:
-    """Return up to three last parts of a parameter's name, without those up to a layer's number."""
+    """Return the end of a parameter's name that layers share: at most three parts, no layer number.
+
+    An example is `mlp.up_proj.weight` for `layers.3.mlp.up_proj.weight`.
+    """
     return ".".join(replace_numbers(name).split(".")[-3:]).rpartition("*.")[2]
 
 

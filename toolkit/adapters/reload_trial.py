@@ -141,7 +141,12 @@ def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
 
 
 def _distinct_tensor(number: int, shape: Sequence[int]) -> torch.Tensor:
-    """Create a float64 tensor; no two rows are equal, nor do tensors of two numbers share a row."""
+    """Create a float64 tensor whose rows differ from each other and from those of other numbers.
+
+    Args:
+        number: identifies the tensor among those of one trial.
+        shape: shape of the tensor.
+    """
     rows, *inner_shape = shape or (1,)
     column = torch.arange(rows, dtype=torch.float64) + (number + 1) * 2.0**24
     return column.view(rows, *(1 for _ in inner_shape)).expand(*shape) if shape else column[0]

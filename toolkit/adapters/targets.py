@@ -348,7 +348,8 @@ def _find_tied_modules(model: PreTrainedModel) -> set[str]:
 def _refuse_untying(tied: set[str], expected: set[str], saved: set[str]) -> None:
     """Raise a ModelError if adapters or trained copies would untie the embedding and the head.
 
-    PEFT keeps the tie only if both are trained in full and are named `embed_tokens` and `lm_head`.
+    An adapter on a tied module always does. PEFT keeps the tie of modules that are trained in full
+    only if they are named `embed_tokens` and `lm_head`.
 
     Args:
         tied: the tied modules; empty if nothing is tied.

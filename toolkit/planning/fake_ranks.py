@@ -100,9 +100,9 @@ def sharded(
         memory: bytes of each device; None: unlimited.
         model: a model on meta, without adapters. None: it is built.
         mesh_type: device type of the mesh, which may differ from `device_type`.
-        torch_compile: the setting `torch_compile` to use if `compile_by` is not used.
-        compile_by: a torch.compile backend with which to compile the layers if the run would
-            compile them. None: do not ask.
+        torch_compile: the setting to use if the layers are not compiled by `compile_by`.
+        compile_by: a torch.compile backend, with which the layers are compiled if the run would
+            compile them. None: never.
     """
     with fake_world(world_size, rank):
         model = build_on_meta(model_settings(cfg)) if model is None else model

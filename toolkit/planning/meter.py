@@ -158,7 +158,7 @@ class Meter(TorchDispatchMode):
         self._update_peak()
 
     def claim(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count the memory of these tensors under `kind` from now on, whatever it counted under."""
+        """Count these tensors' memory under `kind` from now on, not under its previous kind."""
         for tensor in tensors:
             self._count(tensor, kind, replaces_kind=True)
 
@@ -394,7 +394,7 @@ class Meter(TorchDispatchMode):
 
 
 def _count_flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
-    """Return the FLOPs of an operation; 0 unless it is a matrix product or similar in cost."""
+    """Return the FLOPs of a matrix product, attention or convolution; 0 for other operations."""
     name = func._schema.name
     if "flash_attention_for_cpu" in name:
         # Causal attention computes half of the products.

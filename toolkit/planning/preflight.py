@@ -301,8 +301,8 @@ def predict(
         world_size: the number of ranks.
         device: the figures of their devices.
         memory: bytes of each device.
-        failed: True if the run has already run out of memory. Then its plan is too low, so a change
-            must lower the planned peak by a tenth to count as fitting.
+        failed: True if the run has already run out of memory. Then its plan was too low, so a
+            change must lower the planned peak by a tenth to count as fitting.
     """
     patience = _PATIENCE_FAILED if failed else _PATIENCE
     plan = make_plan(cfg, world_size, device, memory)

@@ -211,7 +211,7 @@ class PlanReport:
     def _peak_table(self) -> list[str]:
         """Format a table of the memory in GB at the peak of each phase, one row per kind of memory.
 
-        Kinds below 5 MB and below 1 % of the peak are omitted.
+        A kind is omitted if it is below 5 MB and below 1 % of the peak.
         """
         peaks = self.plan.sim.peaks
         rows = [["", *peaks]]

@@ -70,11 +70,11 @@ class State:
     """Bytes of parameters, gradients and optimizer state that one rank holds in a step."""
 
     parameters: int
-    """After the step, including those of frozen models."""
+    """Bytes after the step, including those of frozen models."""
     gradients: int
-    """After the backward, because the end of the step deletes them."""
+    """Bytes after the backward, because the end of the step deletes gradients."""
     optimizer: int
-    """After the step."""
+    """Bytes after the step."""
 
     @property
     def total(self) -> int:

@@ -181,8 +181,9 @@ class SmallRun:
     def other_ranks(self) -> str:
         """Resume on another number of ranks, and repeat the last steps.
 
-        The number is half of the ranks or less, or two instead of one. The position in the data
-        must be the same, and the last loss must agree within 5 %.
+        The number is 2 if the run has one rank, otherwise at most half of its ranks. The position
+        in the data must be the same, and the last loss must agree within 5 %. Skipped if no other
+        number of ranks is possible.
         """
         layout = plan_other_ranks(self.cfg.train, self.world_size)
         if layout is None:

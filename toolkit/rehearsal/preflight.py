@@ -39,12 +39,12 @@ from toolkit.start_checks import RunStart, run_checks
 def count_processes(cfg: ShardingConfig, world_size: int) -> int:
     """Return the number of processes of the real run, as far as its mesh fixes it.
 
-    If one dimension is -1 and the other one does not fit into `world_size`, the result is a
-    multiple of the fixed dimension.
+    If both dimensions of the mesh are set, it is their product. If both are -1, it is `world_size`.
+    If one is set to n, it is n if `world_size` divides n, otherwise n times `world_size`.
 
     Args:
         cfg: the sharding settings of the run.
-        world_size: the number of processes of the rehearsal, used for a dimension that is -1.
+        world_size: the number of processes of the rehearsal.
     """
     fixed_sizes = [size for size in (cfg.dp_replicate, cfg.dp_shard) if size != -1]
     product = math.prod(fixed_sizes)

@@ -229,7 +229,7 @@ def _data_changes(
 
 
 def _optim_changes(cfg: OptimConfig) -> dict[str, Any]:
-    """Return changes of the section `optim`: all numbers of steps become at most 2."""
+    """Return changes of the section `optim`: integer numbers of steps become at most 2."""
     schedule = {"warmup_steps": cfg.warmup_steps, **cfg.lr_scheduler_kwargs}
     for name, value in schedule.items():
         if name.endswith("_steps") and isinstance(value, int):

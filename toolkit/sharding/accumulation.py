@@ -51,9 +51,9 @@ class Accumulation:
         self._gathered_size = getattr(torch, cfg.param_dtype).itemsize
         setting = cfg.accumulation
         self.keep = setting == "keep_gathered"
-        """Whether parameters stay gathered from the first micro-batch of a step to the last."""
+        """True if parameters stay gathered from the first micro-batch of a step to the last."""
         self.reduce_each: bool | None = None if setting == "auto" else setting == "reduce_each"
-        """Whether gradients are reduced after each micro-batch; None before the first step."""
+        """True if gradients are reduced after each micro-batch; None before the first step."""
         freed = {cfg.reshard_after_forward, *cfg.reshard_after_forward_overrides.values()}
         self._to_measure = _MEASURED if setting == "auto" and freed <= {"auto", False} else 0
         self._shapes: set[torch.Size] = set()

@@ -78,12 +78,12 @@ class Prefetch:
             self._handles += [begin, end]
 
     def _begin(self, *_: Any) -> None:
-        """Forward hook: clear the recorded order, because an earlier forward may have failed."""
+        """Hook before a forward: clear the recorded order, as the last one may have ended early."""
         self.begun.clear()  # an earlier forward may have ended in an error
         self.ended.clear()
 
     def _finish(self, *_: Any) -> None:
-        """Forward hook: after the first complete forward, remove all hooks and set prefetches."""
+        """Hook after the first complete forward: remove all hooks, and set the prefetches."""
         for handle in self._handles:
             handle.remove()
         self._set_prefetches(_drop_repeated(self.begun), _drop_repeated(self.ended))
@@ -264,7 +264,7 @@ def _sum_gradients(unit: Any) -> None:
 
 
 def build_offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
-    """Build FSDP2's offload policy from `cpu_offload`; memory is pinned if the device is no CPU."""
+    """Build FSDP2's offload policy from `cpu_offload`; pin memory unless the device is a CPU."""
     if not cfg.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")

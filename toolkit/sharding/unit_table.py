@@ -18,7 +18,7 @@ class UnitRow:
     """One FSDP2 unit of a sharded model, as a row of the table."""
 
     name: str
-    modules: int  # number of its modules
+    modules: int  # gathered together
     parameters: int  # values, on all ranks together
     bytes_sharded: int  # that this rank keeps, in the storage dtype
     bytes_unsharded: int  # gathered, in the compute dtype

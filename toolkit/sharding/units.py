@@ -194,7 +194,10 @@ def _replicated_ids(model: nn.Module, cfg: ShardingConfig) -> set[int]:
 
 
 def is_inside(name: str, outer: Iterable[str]) -> bool:
-    """Return True if module `name` lies inside one of the modules `outer`, but is none of them."""
+    """Return True if the module `name` lies inside one of the modules `outer`.
+
+    A module does not lie inside itself.
+    """
     return any(name.startswith(module + ".") for module in outer)
 
 

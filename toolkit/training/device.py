@@ -78,7 +78,7 @@ def choose_device_index(local_rank: int, local_world_size: int) -> int:
 
 
 def identify_device(device: torch.device, rank: int) -> list[str]:
-    """Return a list of the host name and the UUID of `device`; without a UUID, of the rank."""
+    """Return [host name, UUID of `device`]. If the device has no UUID, `rank` takes its place."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return [socket.gethostname(), str(getattr(properties, "uuid", rank))]
 

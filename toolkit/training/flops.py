@@ -77,6 +77,6 @@ def _attention_width(config: Any) -> int:
 def find_peak_flops(name: str) -> float | None:
     """Return the dense bf16 peak in FLOP/s of the GPU whose name is a part of `name`.
 
-    Returns None if no known name is. The longest known name wins.
+    Returns None for an unknown GPU. If several known names match, the longest one counts.
     """
     return next((_PEAKS[k] for k in sorted(_PEAKS, key=len, reverse=True) if k in name), None)

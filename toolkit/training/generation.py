@@ -190,7 +190,7 @@ def _build_greedy_config(
 ) -> GenerationConfig:
     """Build settings for greedy decoding that stops at any end token of the model or tokenizer.
 
-    Settings of the model's own generation config are not used.
+    Apart from its end tokens, the model's own generation config is ignored.
     """
     # A checkpoint's generation_config.json may ask for sampling, penalties or forced tokens.
     ends: set[int] = set()

@@ -159,7 +159,11 @@ class Metrics:
             self._last_step_time = time.perf_counter()
 
     def _is_logging_step(self, step: int) -> bool:
-        """Return True for multiples of `logging_steps`, this start's first step and the last."""
+        """Return True if `step` is to be logged.
+
+        That is the case for multiples of `logging_steps`, the first step of this start, and the
+        last step of the run.
+        """
         return step % self.logging_steps == 0 or step in (self.first_step + 1, self.max_steps)
 
     def _log(

@@ -201,8 +201,8 @@ def build_scheduler(
 def _count_warmup_steps(cfg: OptimConfig, max_steps: int) -> int:
     """Return the number of warm-up steps.
 
-    `cfg.warmup_steps` is that number, or if it is below 1 a share of `max_steps`. A share is
-    rounded up, but leaves at least one step.
+    If `cfg.warmup_steps` is below 1, it is a share of `max_steps`, which is rounded up but leaves
+    at least one step. Otherwise it is the number itself.
     """
     if cfg.warmup_steps >= 1:
         return int(cfg.warmup_steps)

@@ -52,7 +52,7 @@ class StepProfiler:
     """
 
     folder: Path
-    """For one trace per rank, such as `rank-0.json.gz`, and `summary.json`."""
+    """Folder of the traces, one per rank such as `rank-0.json.gz`, and of `summary.json`."""
     device: torch.device
     first: int
     last: int
@@ -147,7 +147,7 @@ class StepProfiler:
         return {k: s / steps for k, s in measure_parts(events).items()}, has_kernels(events)
 
     def close(self) -> None:
-        """Stop the profiler if the run ends before the last step to trace."""
+        """Stop the profiler if the run ends before the last step to trace was done."""
         if self.is_open:
             self._profile.stop()
         self.is_open = False

@@ -121,7 +121,7 @@ class Trackers:
         """Send a line of `metrics.jsonl` to the trackers, with metric names such as `train/loss`.
 
         Steps that a tracker has already received are skipped. A tracker that fails is removed with
-        a warning. Call it on rank 0.
+        a warning. Does nothing on other ranks than 0.
         """
         step = line["step"]
         values = {

@@ -43,7 +43,7 @@ class BadSteps:
     """
 
     max_consecutive: int = 0
-    """So many skipped steps may follow each other; the next one ends the run."""
+    """Number of skipped steps that may follow each other. The next one ends the run."""
     describe_samples: Callable[[int], Sequence[str]] | None = None
     """Maps a step to descriptions of the samples that this rank reads in it."""
     state: TrainState | None = None

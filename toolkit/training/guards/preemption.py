@@ -286,10 +286,10 @@ def _finish_agreement() -> None:
 
 
 def _handle_signal(number: int, frame: object) -> None:
-    """Signal handler of `listen_for_signals`; see there.
+    """Handle a signal as `listen_for_signals` describes; this is its signal handler.
 
-    In a worker process of a data loader, which inherits it, the signal has its default effect.
-    There, a signal during the training loop is ignored once.
+    A worker process of a data loader inherits the handler. During the training loop, it ignores the
+    first signal. Otherwise the signal has its default effect there.
     """
     if os.getpid() != _state.process:
         # A loader's worker, which inherited the handler. Its rank ends it, or the next signal.
