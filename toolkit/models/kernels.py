@@ -108,7 +108,7 @@ def _is_unwrapped_forward(forward: Any) -> bool:
 
 
 def _load_liger_functions() -> dict[str, Any]:
-    """Return Liger's patch functions by model_type; raise ConfigError without Liger."""
+    """Return model_type -> Liger's patch function; raise ConfigError if Liger is missing."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:

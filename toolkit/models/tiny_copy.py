@@ -313,9 +313,9 @@ def _shrink_head_sizes(section: PreTrainedConfig) -> None:
 
 
 def _halve_widths_and_heads(section: PreTrainedConfig) -> None:
-    """Halve widths and head sizes together, in place, as long as widths stay at 64 or more.
+    """Halve widths and head sizes together, in place, as often as possible.
 
-    Head sizes stay at 8 or more.
+    Widths stay at 64 or more and head sizes at 8 or more.
     """
     while True:
         widths, heads = (

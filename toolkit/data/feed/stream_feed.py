@@ -33,7 +33,7 @@ _BATCH = "batch"
 
 
 class StreamFeed(Feed):
-    """The micro-batches of sources that are read and encoded while training; see `Feed`.
+    """The `Feed` of sources that are read and encoded while training.
 
     A stream is divided into lanes, independent sequences of rows. A rank encodes only the rows of
     its lanes; see [Note: streams] in `stream.py`. Evaluation sources are encoded before training.
@@ -117,7 +117,7 @@ class StreamFeed(Feed):
         ]
 
     def steps_for(self, epochs: float) -> int:
-        """Raise a `DataError`, because the length of a stream is not known in advance."""
+        """Always raise a DataError, because the length of a stream is not known in advance."""
         raise DataError(
             "expected a number of steps, since the length of a stream is not known before its end; "
             "set train.max_steps"

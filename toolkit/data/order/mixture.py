@@ -56,7 +56,7 @@ class DrawnSamples(NamedTuple):
 
 
 class _Phase(NamedTuple):
-    """A range of positions in which the same sources are mixed, until one of them is used up."""
+    """A range of positions in which the same sources are mixed. It ends when one is used up."""
 
     start: int
     """The first position."""
@@ -127,7 +127,7 @@ class Mixture:
         return self.draws(start, count).samples
 
     def counts(self, position: int) -> list[int]:
-        """Count how many samples of each source come before a position."""
+        """Return how many samples of each source come before a position, for all sources."""
         phase = next(p for p in reversed(self._phases) if p.start <= position)
         here = samples_per_source(phase.active, self.shares, position - phase.start)
         return [drawn + here.get(source, 0) for source, drawn in enumerate(phase.drawn)]
@@ -249,7 +249,7 @@ def samples_per_source(active: Sequence[int], shares: Sequence[int], turns: Any)
     """Count the samples of each source among the first `turns` samples of a mixture.
 
     Args:
-        active: indices of the sources that are mixed.
+        active: indices of the sources that are mixed, at least one.
         shares: integer weights of all sources.
         turns: number of samples, an integer or an array of them.
 

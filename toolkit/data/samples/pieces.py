@@ -65,7 +65,7 @@ def join_pieces(pieces: Sequence[Piece]) -> Piece:
 
 
 class EncodedRows:
-    """Access to encoded rows, one by one or as one sequence of all their tokens.
+    """Gives access to encoded rows, one by one or as one sequence of all their tokens.
 
     Args:
         tokens: the encoded rows, a data set with `input_ids` and, for some formats, other columns.
@@ -142,11 +142,11 @@ class EncodedRows:
 
     @property
     def column_names(self) -> list[str]:
-        """Names of the columns that have values: the stored ones, and late ones that are filled."""
+        """Names of the columns that have values: stored ones, and those that `fill_column` set."""
         return [n for n, column in self.columns.items() if not column.late or n in self._late]
 
     def fill_column(self, name: str, values: np.ndarray) -> None:
-        """Set the values of a late column, which micro-batches then contain.
+        """Set the values of a column that is not stored (`late`); micro-batches then contain them.
 
         Args:
             name: a late column that the row format declares.

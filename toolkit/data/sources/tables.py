@@ -295,7 +295,10 @@ def _iterate_batches(
     columns: Sequence[str],
     size: int = _TABLE_ROWS,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield (number of the first row, batch); see `arrow_tables` for the arguments."""
+    """Yield (number of the first row, record batch) of a Parquet or Arrow file.
+
+    For the arguments see `arrow_tables`; `size` is the number of rows per batch of Parquet.
+    """
     if kind == "parquet":
         with pq.ParquetFile(file) as opened:
             names = _select_existing(opened.schema_arrow.names, columns)

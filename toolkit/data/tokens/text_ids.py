@@ -108,7 +108,7 @@ class TextTokenizer:
 
         Args:
             texts: the texts.
-            special: whether to add special tokens before and after each text.
+            special: add special tokens before and after each text.
         """
         if self.backend is None:
             options = {"truncation": False, "padding": False, "verbose": False}
@@ -215,7 +215,7 @@ class TextTokenizer:
         return TokenSpans(ids, [(first, last) for first, last in token_spans if first < last])
 
     def _wrap_encoding(self, text: str, encoded: Encoding) -> "_Encoded":
-        """Combine a text and its encoding with the added tokens of the tokenizer."""
+        """Build an `_Encoded` from a text and its encoding."""
         assert self.backend is not None
         return _Encoded(text, encoded, self.backend.id_to_token, self._added, self._unknown)
 
@@ -321,7 +321,10 @@ class _Encoded:
         self._unknown = unknown
 
     def token_spans(self, spans: Sequence[Span]) -> TokenSpans:
-        """Convert spans of characters to spans of tokens."""
+        """Return the token ids with the spans of characters converted to spans of tokens.
+
+        Spans without a token are dropped.
+        """
         token_spans = [(self.find_token(begin), self.find_token(end)) for begin, end in spans]
         return TokenSpans(self.ids, [(first, last) for first, last in token_spans if first < last])
 
@@ -359,7 +362,7 @@ class _Encoded:
         return [at for at in places if self.ids[at] != self._unknown or self._is_spelled_out(at)]
 
     def _is_spelled_out(self, at: int) -> bool:
-        """Return True if the characters of token `at` are the name of the token."""
+        """Return True if the text of token `at` is its name, such as "<unk>"."""
         begin, end = self._encoded.token_to_chars(at) or (0, 0)
         return self.text[begin:end].strip() == self._id_to_token(int(self.ids[at]))
 
