@@ -377,7 +377,7 @@ class Converter(Keys):
     # ---- Optimiser and schedule
 
     def convert_optimisation(self) -> None:
-        """Convert optimizer, schedule and warm-up to `optim.*`, and the router loss to `train.*`."""
+        """Convert optimizer, schedule and warm-up to `optim.*`; also convert the router loss."""
         key, value = self.take("optimizer", "optim")
         if key:
             name = _OPTIMIZERS.get(str(value))

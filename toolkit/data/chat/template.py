@@ -507,10 +507,7 @@ def load_chat_templates(
 
 
 def _read_template_file(name: str, names: list[str]) -> str:
-    """Read the template file `name`; raise DataError if that fails.
-
-    `names` are the tokenizer's templates, for the error.
-    """
+    """Read the template file `name`; the DataError for a failure also lists `names`."""
     file = Path(name).expanduser()
     try:
         return file.read_text("utf-8")
