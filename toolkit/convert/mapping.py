@@ -195,7 +195,7 @@ class Converter(Keys):
     # ---- Model
 
     def convert_model(self) -> None:
-        """Convert the settings of dtypes, attention and kernels to `model.*` and `param_dtype`."""
+        """Convert dtypes, attention and kernels to `model.*` and `sharding.param_dtype`."""
         key, dtype = self.take("torch_dtype", "dtype")
         if dtype in ("float16", "fp16", "half"):
             self.note(key, "there is no float16 training here; bfloat16 is set", dtype)

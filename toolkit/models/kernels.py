@@ -78,7 +78,7 @@ def use_kernels(model: PreTrainedModel) -> None:
 def _replace_called_functions(model: nn.Module, functions: dict[str, types.FunctionType]) -> None:
     """Replace global functions that the modules' forwards call, for this model only.
 
-    Each affected module gets a copy of its forward with other globals.
+    Each affected module gets a copy of its forward in which the names refer to the replacements.
 
     Args:
         model: the model, which is changed in place.

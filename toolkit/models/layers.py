@@ -131,7 +131,9 @@ def experts_per_token(model: nn.Module) -> int | None:
 
 
 def active_expert_shares(model: nn.Module) -> dict[str, float]:
-    """Return the fraction of each expert parameter that one token uses, to count active parameters.
+    """Return the fraction of each expert parameter that processes a token.
+
+    It serves to count active parameters.
 
     Returns:
         Parameter name -> experts per token / number of experts. {} if the model has no experts.

@@ -234,7 +234,7 @@ class EdgeSearch:
         return marks[-1].end()
 
     def _change_last_call(self, i: int) -> list[tuple[Message, str]]:
-        """Return two copies of turn `i` with another last tool call: (copy, new text in it)."""
+        """Return two copies of turn `i` with a changed last tool call, as (copy, new text)."""
         pairs = zip(self.words, NUMBERS, strict=True)
         return [change_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
 
@@ -282,10 +282,10 @@ class EdgeSearch:
         return bool(calls) and calls[-1]["function"]["arguments"] in ({}, "{}")
 
     def _is_next_turn_after(self, i: int, low: int, end: int) -> bool:
-        """Return True if turn `i + 1`, with its header, is printed after offset `end`.
+        """Return True if turn `i` is the last one, or turn `i + 1` is printed after offset `end`.
 
-        If turn `i + 1` gets another content, or becomes a user's turn, the text must change only
-        after `end`. The latter test is ignored if the text changes before `low` already.
+        The text must change only after `end` if turn `i + 1` gets another content or becomes a
+        user's turn. The latter test is ignored if the text changes before `low` already.
         """
         if i == len(self.messages) - 1:
             return True

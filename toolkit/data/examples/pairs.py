@@ -159,7 +159,10 @@ def _add_sides(row: Row, layout: Layout) -> Row:
 
 
 def _read_margin(row: Row) -> float | None:
-    """Read the column `margin`; None if it is null or missing. Raises BadRow for other types."""
+    """Read the column `margin`; None if it is null or missing.
+
+    Raises BadRow if it is not a finite number.
+    """
     if (margin := row.get("margin")) is None:
         return None
     if not _is_number(margin):

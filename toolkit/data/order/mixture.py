@@ -127,7 +127,7 @@ class Mixture:
         return self.draws(start, count).samples
 
     def counts(self, position: int) -> list[int]:
-        """Return how many samples of each source come before a position, for all sources."""
+        """Return the number of samples of each source that come before a position."""
         phase = next(p for p in reversed(self._phases) if p.start <= position)
         here = samples_per_source(phase.active, self.shares, position - phase.start)
         return [drawn + here.get(source, 0) for source, drawn in enumerate(phase.drawn)]
@@ -153,7 +153,7 @@ class Mixture:
     def _find_exhaustion(self, source: int) -> int:
         """Return the number of positions after which `source` has used up its `max_repeats`.
 
-        The result assumes that the last phase of `_phases` does not end earlier.
+        The result assumes that the last phase of `_phases` does not end before.
         """
         begin, limit = self._phases[-1].start, self._limits[source]
         return bisect_left(range(_FAR), limit, lo=begin, key=lambda p: self.counts(p)[source])

@@ -218,7 +218,10 @@ class EncodedRows:
             )
 
     def rows_of(self, begin: int, count: int) -> tuple[int, int]:
-        """Return the first and the last row of tokens [begin, begin + count) of all rows joined."""
+        """Return the numbers of the first and the last row of tokens [begin, begin + count).
+
+        Tokens are counted over all rows joined.
+        """
         first, last = self.ends.searchsorted([begin, begin + count - 1], "right").tolist()
         return first, last
 
@@ -305,14 +308,14 @@ class Pieces:
         return self.rows.piece(*self._token_range(number))
 
     def rows_of(self, number: int) -> tuple[int, int]:
-        """Return the first and the last row of which piece `number` has tokens."""
+        """Return the numbers of the first and the last row from which piece `number` has tokens."""
         return self.rows.rows_of(*self._token_range(number))
 
 
 def cut_windows(rows: EncodedRows, length: int, chosen: Chosen = None) -> Pieces:
     """Join all rows and cut them into pieces of `length` tokens; drop the remaining tokens.
 
-    Without `chosen`, the pieces take no memory, since a large corpus has 10^8 of them.
+    Without `chosen`, memory does not grow with the number of pieces, which may be 10^8.
 
     Args:
         rows: the encoded rows.

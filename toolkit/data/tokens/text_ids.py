@@ -279,7 +279,7 @@ class TextTokenizer:
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """Return the bytes of the tokenizer's files, which determine its ids; used as a cache key."""
+    """Return bytes that determine the ids of a tokenizer, for cache keys: its serialised files."""
     if tokenizer.is_fast:
         return tokenizer.backend_tokenizer.to_str().encode()
     with tempfile.TemporaryDirectory() as folder:
@@ -341,10 +341,11 @@ class _Encoded:
         return complete < self.find_token(edge)
 
     def tokens_since_added(self, edge: int) -> tuple[str, list[int]] | None:
-        """Return (text, token ids) between the last added token before `edge` and character `edge`.
+        """Return (text, token ids) from the last added token before `edge` up to `edge`.
 
-        Both include that added token, which shields the tokens after it from earlier text. Returns
-        None if no token follows it before `edge`.
+        They begin with that added token, or with the text if there is none. Tokens do not depend on
+        what precedes an added token. Returns None if no token lies between the added token and
+        `edge`.
         """
         at = self.find_token(edge)
         first = max(self._find_added_tokens(at), default=None)
@@ -367,7 +368,7 @@ class _Encoded:
         return self.text[begin:end].strip() == self._id_to_token(int(self.ids[at]))
 
     def cut_at_added(self) -> "_Encoded":
-        """Return a copy without the first added token and what follows it."""
+        """Return a copy that ends before the first added token; complete if there is none."""
         at = min(self._find_added_tokens(len(self.ids)), default=len(self.ids))
         short = copy.copy(self)
         short.text = self.text[: self._token_chars(at)[0]] if at < len(self.ids) else self.text
