@@ -110,7 +110,7 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
 def convert_settings(
     settings: dict[str, Any], tool: str | None = None, computed: Mapping[str, str] | None = None
 ) -> Conversion:
-    """Convert the settings of another tool; the result has no YAML and is not parsed.
+    """Convert the settings of another tool, without rendering YAML and checking it.
 
     Args:
         settings: key of the other tool -> value.

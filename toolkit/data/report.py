@@ -324,7 +324,7 @@ def _source_lines(source: dict[str, Any], sequence_length: int) -> Iterable[str]
 
 
 def _draw_histogram(histogram: Sequence[Sequence[int]]) -> list[str]:
-    """Draw a histogram of lengths as lines of text, one bar of # for each bin."""
+    """Draw a histogram as lines of text, one bar of # for each bin [from, to, count]."""
     highest = max(count for _, _, count in histogram)
     rows = []
     for begin, end, count in histogram:

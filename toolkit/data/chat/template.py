@@ -242,10 +242,7 @@ class Template:
         return align_beginnings(search, rendered, turns, advice_for)
 
     def _find_advice(self, conversation: Conversation, inserted: str, turn: int) -> str:
-        """Return a sentence on which argument makes the prompt for a turn end with `inserted`.
-
-        `turn` is the index of the turn. If no argument does, the sentence says that. Cached.
-        """
+        """Return a sentence on which argument makes the prompt for turn `turn` end with `inserted`."""
         kwargs = conversation.template_kwargs
         key = inserted, json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._advice:

@@ -204,7 +204,7 @@ def refuse_possible_prompt(rows: Sequence[Row], used: Iterable[str], *, texts: b
 
 
 def _is_mappable(value: Any) -> bool:
-    """Return True if a value is text or turns, which can be a prompt; False for other lists etc."""
+    """Return True if a value is text or turns, so that its column can be the prompt."""
     return isinstance(value, str) or is_conversation(value)
 
 
@@ -308,7 +308,7 @@ def _begins_with_prompt(prompt: str, text: str) -> bool:
 def has_lost_text(row: Row, name: str, used: Iterable[str]) -> bool:
     """Return True if a text in column `name` of a row occurs in none of its columns `used`.
 
-    White space is not compared.
+    Differences in white space are ignored.
     """
     texts = list_texts(row.get(name))
     if not texts:

@@ -184,10 +184,7 @@ def find_missing_prompt_turns(prompt: list[Row] | str | None, answer: list[Row])
 
 
 def _comparison_key(turn: Row) -> tuple[Any, ...]:
-    """Return (role, content, tool calls), with which turns are compared.
-
-    White space around the content does not count.
-    """
+    """Return (role, stripped content, tool calls as text), by which turns are compared."""
     return turn["role"], (turn.get("content") or "").strip(), str(turn.get("tool_calls"))
 
 

@@ -63,7 +63,7 @@ def escape_text(text: str, keep: str = "\n") -> str:
 
 
 def list_names(keys: Any) -> str:
-    """Format the names of columns or keys for a message; after a dozen, only their number follows.
+    """Format up to twelve names of columns or keys for a message, and the number of further ones.
 
     Returns "none" if there are none.
     """

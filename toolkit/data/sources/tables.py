@@ -365,7 +365,7 @@ def _holds_text(kind: pa.DataType) -> bool:
 
 
 def _list_plain_types(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """Yield the types within structs and lists, at any depth; yield another type itself."""
+    """Yield the types within structs and lists, at any depth; for any other type, yield it."""
     if pa.types.is_struct(kind):
         for i in range(kind.num_fields):
             yield from _list_plain_types(kind.field(i).type)

@@ -568,8 +568,8 @@ def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: Data
 def _stable_text(value: Any, title: str, names: Sequence[str]) -> bytes:
     """Format a dataclass for a digest, with `names` in place of the names of its fields.
 
-    Fields can then be renamed without a new digest, which would prevent streams from resuming.
-    Fields with `compare=False` are omitted.
+    Renaming a field then keeps the digest, without which a stream cannot resume. Fields with
+    `compare=False` are omitted.
     """
     values = [getattr(value, entry.name) for entry in fields(value) if entry.compare]
     text = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
