@@ -242,7 +242,7 @@ class Template:
         return align_beginnings(search, rendered, turns, advice_for)
 
     def _find_advice(self, conversation: Conversation, inserted: str, turn: int) -> str:
-        """Return a sentence on which argument makes the prompt for turn `turn` end with `inserted`."""
+        """Explain in a sentence how to make the prompt for a turn end with `inserted`. Cached."""
         kwargs = conversation.template_kwargs
         key = inserted, json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._advice:
