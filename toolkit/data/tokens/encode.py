@@ -318,7 +318,7 @@ class Encoder:
     ) -> tuple[np.ndarray, list[Span]]:
         """Return (ids, spans) with the tokenizer's special tokens put around a text.
 
-        The spans are shifted, and special tokens after a supervised end are supervised, too.
+        The spans are shifted, and the special tokens after the text are supervised, too.
         """
         start, end = (example.start, example.end) if isinstance(example, Text) else (True, True)
         if not len(ids) and start and end:
