@@ -110,7 +110,7 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
 def convert_settings(
     settings: dict[str, Any], tool: str | None = None, computed: Mapping[str, str] | None = None
 ) -> Conversion:
-    """Convert the settings of another tool; unlike `convert_config`, do not render or parse YAML.
+    """Convert the settings of another tool, without rendering YAML and checking it.
 
     Args:
         settings: key of the other tool -> value.
@@ -192,7 +192,10 @@ def _render(file: Path, out: Conversion) -> str:
 
 
 def _check_parsing(file: Path, out: Conversion) -> None:
-    """Raise ConfigError if the recipe cannot parse the converted YAML."""
+    """Raise ConfigError if the recipe cannot parse the converted YAML.
+
+    Writes the YAML to a temporary file.
+    """
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "converted.yaml")
         written.write_text(out.text, encoding="utf-8")

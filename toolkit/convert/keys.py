@@ -91,7 +91,7 @@ class Keys:
 
 @dataclass
 class Translation:
-    """A config of another tool, translated to the names of Trainer, TRL and PEFT."""
+    """The settings of another tool, translated to the names of Trainer, TRL and PEFT."""
 
     settings: dict[str, Any]
     """Key of transformers' TrainingArguments, TRL or PEFT -> value. Includes the tool's defaults

@@ -245,7 +245,7 @@ def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
 
 
 def _translate_packing(keys: Keys, out: dict[str, Any], stage: str) -> None:
-    """Remove the packing settings from `keys`, and set those of the toolkit's names in `out`.
+    """Remove the packing settings from `keys`; set `packing` and `packing_strategy` in `out`.
 
     Adds notes on differences between the tools. In stage `pt`, samples are packed by default.
     """

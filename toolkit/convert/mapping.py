@@ -195,7 +195,7 @@ class Converter(Keys):
     # ---- Model
 
     def convert_model(self) -> None:
-        """Convert the settings of dtypes, attention and kernels to `model.*` and `param_dtype`."""
+        """Convert dtypes, attention and kernels to `model.*` and `sharding.param_dtype`."""
         key, dtype = self.take("torch_dtype", "dtype")
         if dtype in ("float16", "fp16", "half"):
             self.note(key, "there is no float16 training here; bfloat16 is set", dtype)
@@ -377,7 +377,7 @@ class Converter(Keys):
     # ---- Optimiser and schedule
 
     def convert_optimisation(self) -> None:
-        """Convert optimizer, schedule and warm-up to `optim.*`, and the weight of the router loss."""
+        """Convert optimizer, schedule and warm-up to `optim.*`; also convert the router loss."""
         key, value = self.take("optimizer", "optim")
         if key:
             name = _OPTIMIZERS.get(str(value))

@@ -47,8 +47,8 @@ _NOTED = {
 def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> Translation:
     """Translate a config of open-instruct to the setting names of Trainer and TRL.
 
-    The result includes open-instruct's defaults. The objective is DPO if `command` is dpo or a key
-    is one of DPO.
+    The result includes open-instruct's defaults. The objective is a preference loss if `command` is
+    dpo or a key is one of DPO.
 
     Args:
         settings: key -> value.

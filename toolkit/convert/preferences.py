@@ -82,9 +82,9 @@ def find_script_objective(trainers: Collection[str]) -> str:
 
 
 def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
-    """Remove the settings of a preference objective from `keys`, and set `preference.*` in it.
+    """Convert the settings of a preference objective to `preference.*` in `keys.settings`.
 
-    Results are in `keys.settings`.
+    Converted keys are removed from `keys.unconverted`.
 
     Args:
         keys: the keys of the config.

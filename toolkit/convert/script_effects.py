@@ -172,9 +172,9 @@ def check_frozen_parameters(
 def _find_freezing(tree: ast.AST) -> Iterator[tuple[int, str, bool, str]]:
     """Yield (line, variable, freezes, text) of each statement that freezes or unfreezes tensors.
 
-    It assigns `requires_grad`, or calls `requires_grad_` or a function named `freeze...`. A value
-    that is not the literal True counts as freezing. `variable` is the one with which the
-    statement's owner begins; `text` is the source code.
+    Such a statement assigns `requires_grad`, or calls `requires_grad_` or a function named
+    `freeze...`. A value that is not the literal True counts as freezing. `variable` is the first
+    name in the expression of the tensors, such as `model`; `text` is the source code.
     """
     for node in ast.walk(tree):
         text = " ".join(ast.unparse(node).split())[:60] if isinstance(node, ast.expr) else ""
@@ -212,9 +212,9 @@ def _root_name(node: ast.expr) -> str:
 
 
 def _find_loop_owners(tree: ast.AST) -> dict[str, str]:
-    """Return loop variable -> variable that its loop iterates over.
+    """Return loop variable -> first name in the expression that its loop iterates over.
 
-    A loop variable is omitted if several loops use it with different variables.
+    A loop variable is omitted if several loops use it with different names.
     """
     owners: dict[str, set[str]] = {}
     for node in ast.walk(tree):
@@ -350,9 +350,10 @@ def _find_created(tree: ast.Module, configs: set[str]) -> dict[ast.AST, dict[str
 def _walk_statements(
     node: Any, scope: ast.AST | None = None, *, is_branch: bool = False
 ) -> Iterator[tuple[ast.AST, ast.stmt, bool]]:
-    """Yield (scope, statement, is in a branch or loop) for each simple statement.
+    """Yield (scope, statement, in_branch) for each simple statement, at any depth.
 
-    The scope is the module or the innermost function. A test of `__name__` is no branch.
+    The scope is the module or the innermost function. `in_branch` is True within a branch or loop,
+    except `if __name__ == ...`.
     """
     scope = scope or node
     for child in ast.iter_child_nodes(node):

@@ -28,7 +28,10 @@ def find_assignments(tree: ast.AST) -> dict[str, ast.expr]:
 
 
 def _changed_name(node: ast.AST) -> str:
-    """Return the name of the list or mapping that a statement or call changes; "" if none."""
+    """Return the name of the list or mapping that a subscript or call changes; "" if none.
+
+    Examples are `a[0] = 1` and `a.append(1)`.
+    """
     inner: ast.AST | None = None
     if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
         inner = node.value

@@ -368,7 +368,11 @@ def _note_row_changes(tree: ast.AST) -> dict[str, str]:
 
 
 def _find_calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls in a script whose arguments are settings."""
+    """Yield the calls in a script that pass settings.
+
+    They are calls of known trainer and config classes, of a model's `from_pretrained`, of
+    `load_dataset`, and of Unsloth's `get_peft_model`.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = last_name(node.func)

@@ -240,17 +240,14 @@ def _decode_example(
 def _decode_parts(
     ids: list[int], spans: list[int], tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
-    """Decode tokens into alternating unsupervised and supervised parts.
+    """Decode tokens to a list of `{"text": str, "supervised": bool}`, which alternate.
 
-    The first token is never supervised, because nothing predicts it.
+    The first token is never supervised, because nothing predicts it. Empty parts are omitted.
 
     Args:
         ids: token ids.
         spans: alternating begin and end positions of the supervised tokens.
         tokenizer: decodes the parts; None: they are shown as token ids.
-
-    Returns:
-        A dict with `text` and `supervised` for each part that is not empty.
     """
     # Nothing predicts the first token, even if a span covers it.
     edges = [min(max(edge, 1), len(ids)) for edge in spans]
@@ -327,7 +324,7 @@ def _source_lines(source: dict[str, Any], sequence_length: int) -> Iterable[str]
 
 
 def _draw_histogram(histogram: Sequence[Sequence[int]]) -> list[str]:
-    """Draw a histogram of lengths as lines of text, one bar of # for each bin."""
+    """Draw a histogram as lines of text, one bar of # for each bin [from, to, count]."""
     highest = max(count for _, _, count in histogram)
     rows = []
     for begin, end, count in histogram:
@@ -342,7 +339,7 @@ def _mark_parts(parts: Sequence[Mapping[str, Any]], colour: bool) -> str:
     Long texts and long lists of parts are shortened.
 
     Args:
-        parts: the parts (`_decode_parts`).
+        parts: result of `_decode_parts`.
         colour: True: supervised parts are green; False: they are in [[...]].
     """
     before, after = (_GREEN, _PLAIN) if colour else ("[[", "]]")

@@ -24,8 +24,9 @@ _MIN_SHARE = 0.5
 def find_stop_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
     """Find the special tokens that usually end the answers in the data.
 
-    For each source, it is the most frequent last token of the answers in the first 64 rows. It must
-    be a special token and end at least half of them. Streamed training sources are ignored.
+    For each source, the candidate is the most frequent last token of the answers in its first 64
+    rows. It counts if it is a special token and ends at least half of these answers. Streamed
+    training sources are ignored.
 
     Returns:
         The token ids, ascending, without repeats; empty if there are none.

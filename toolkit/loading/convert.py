@@ -194,8 +194,9 @@ def run_loader(
 def tie_and_filter_keys(model: PreTrainedModel, info: Any) -> None:
     """Tie the weights of `model`, and remove acceptable keys from a loading report, in place.
 
-    Acceptable are keys that transformers ignores, missing names of tied parameters or of parameters
-    that are initialised at random, and the unexpected tensors of `find_carried_keys`.
+    A missing key is acceptable if its parameter is tied or initialised at random. An unexpected key
+    is acceptable if `find_carried_keys` returns it. Keys that transformers ignores are removed,
+    too.
 
     Args:
         model: the model.
@@ -246,10 +247,11 @@ def _is_of_multi_token_layer(model: PreTrainedModel, name: str) -> bool:
 
 
 def key_problems(info: Any) -> dict[str, list[str]]:
-    """Collect the problems in transformers' loading report.
+    """Return the problems in transformers' loading report.
 
     Returns:
-        Description of the problem -> names of its tensors; {} if there are none.
+        Description of the problem -> names of its tensors; {} if there are none. The problems are
+        missing, unexpected, wrongly shaped and inconvertible tensors.
     """
     shapes = ((n, tuple(a), tuple(b)) for n, a, b in info.mismatched_keys)
     problems = {

@@ -267,11 +267,11 @@ def _attend_varlen(
     """Compute causal attention within documents by one call of torch's varlen flash attention.
 
     Args:
-        qkv: query, key and value, each [tokens, heads, width].
+        qkv: query, key and value, each [tokens, heads, width]; key and value may have fewer heads.
         borders: int32 [documents + 1], offsets of the documents.
-        longest: upper bound of a document's length.
+        longest: upper bound of a document's length in tokens.
         scaling: factor of the scores.
-        window: tokens that a token sees, including itself; None: all earlier ones.
+        window: number of tokens that a token sees, including itself; None: all earlier ones.
 
     Returns:
         [tokens, heads, value width].

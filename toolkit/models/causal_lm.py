@@ -54,8 +54,8 @@ _ROUTER = "output_router_logits"
 def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     """Build the model of `cfg` on the meta device, with tied weights. Reads no weights.
 
-    Parameters get the storage dtype `cfg.dtype`, except those that transformers always keeps in
-    fp32. `model.hf_assets` holds the files and names that loading and exports need.
+    Parameters get the dtype `cfg.dtype`, except those that transformers keeps in fp32. Frozen ones
+    do not require a gradient. `model.hf_assets` has what loading and exports need.
 
     Raises:
         ModelError: the folder has no usable config of a causal LM or reward model.

@@ -24,7 +24,7 @@ def build_from_config(model_class: Any, config: Any, dtype: Any, **options: Any)
 
 
 def original_class(model: nn.Module) -> Any:
-    """Return the model's class before sharding, because FSDP2 replaces the class of a module."""
+    """Return the class that the model had before FSDP2 replaced it by sharding."""
     return assets_of(model).model_class or type(model)
 
 

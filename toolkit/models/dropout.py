@@ -130,7 +130,7 @@ def disable_dropout_modules(model: nn.Module) -> None:
 
 
 def _find_configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Return the distinct transformers configs that are attributes of the model's modules."""
+    """Return the distinct transformers configs that the model's modules have as `config`."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     return [config for config in configs.values() if isinstance(config, PreTrainedConfig)]
 
@@ -147,7 +147,7 @@ def _find_owners(model: nn.Module, setting: NoiseSetting) -> list[Any]:
 
 @dataclass
 class _NoiseTrial:
-    """A tiny copy of a model, with the logits that it computes in eval mode for fixed tokens."""
+    """A tiny copy of a model, with fixed tokens and the logits that eval mode gives for them."""
 
     model: PreTrainedModel
     ids: torch.Tensor = field(init=False)

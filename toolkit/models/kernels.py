@@ -78,7 +78,7 @@ def use_kernels(model: PreTrainedModel) -> None:
 def _replace_called_functions(model: nn.Module, functions: dict[str, types.FunctionType]) -> None:
     """Replace global functions that the modules' forwards call, for this model only.
 
-    Each affected module gets a copy of its forward with other globals.
+    Each affected module gets a copy of its forward in which the names refer to the replacements.
 
     Args:
         model: the model, which is changed in place.
@@ -108,7 +108,7 @@ def _is_unwrapped_forward(forward: Any) -> bool:
 
 
 def _load_liger_functions() -> dict[str, Any]:
-    """Return Liger's patch functions by model_type; raise ConfigError without Liger."""
+    """Return model_type -> Liger's patch function; raise ConfigError if Liger is missing."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:

@@ -131,7 +131,9 @@ def experts_per_token(model: nn.Module) -> int | None:
 
 
 def active_expert_shares(model: nn.Module) -> dict[str, float]:
-    """Return the fraction of each expert parameter that one token uses, to count active parameters.
+    """Return the fraction of each expert parameter that processes a token.
+
+    It serves to count active parameters.
 
     Returns:
         Parameter name -> experts per token / number of experts. {} if the model has no experts.
@@ -191,7 +193,10 @@ def modules_outside_text(model: nn.Module) -> list[str]:
 
 
 def parameters_outside_text(model: nn.Module) -> set[str]:
-    """Return all names of the parameters that text does not use; see [Note: text path]."""
+    """Return the names of all parameters that text does not use; empty for a text model.
+
+    Tied parameters have all their names. See [Note: text path].
+    """
     text_parts = _find_text_modules(base_of(model))
     text_ids = {id(p) for module in text_parts for p in module.parameters()}
     parameters = model.named_parameters(remove_duplicate=False)

@@ -44,7 +44,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextlib.contextmanager
 def isolated_forward(model: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Within the context, run `model` in eval mode, without compilation and without traces.
+    """Within the context, put `model` in eval mode and disable compilation.
 
     At its end, the training mode of each module and the random state are restored. The caller must
     free all-gathered parameters afterwards (`formats.reshard`).

@@ -147,7 +147,7 @@ class PackedLinear(nn.Module):
         return values[0].reshape(-1, 1), state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `x` by the dequantised matrix and add the bias; return the dtype of `x`."""
+        """Multiply `x` by the dequantised matrix and add the bias; keep the dtype of `x`."""
         nibbles, state = self.unpack(self.weight)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         product = self._product(x.to(self.compute_dtype), nibbles, quant_state=state, bias=bias)

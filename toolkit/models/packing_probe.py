@@ -57,11 +57,12 @@ def probe_packing(
     device: torch.device | str = "cpu",
     packed: bool = True,
 ) -> PackingVerdict:
-    """Try on a tiny copy of the model if samples that share a row stay independent.
+    """Test on a tiny copy of the model if samples that share a row stay independent.
 
-    They are if later samples do not change with the first one, and if each has the logits that it
-    has alone. Document borders are tried first, then the mask that transformers builds from
-    `position_ids`. Takes a second, or half a minute for a few model types. Not collective.
+    They are independent if later samples do not change with the first one, and if each has the
+    logits that it has alone. Document borders are tried first, then the mask that transformers
+    builds from `position_ids`. Takes a second, or half a minute for a few model types. Not
+    collective.
 
     Args:
         config: config of the model.
@@ -102,9 +103,9 @@ def probe_packing(
 def _probe_tiny_copies(
     make: Callable[[], PreTrainedModel], batches: Batches, device: torch.device
 ) -> PackingVerdict:
-    """Try a copy with document borders; if samples are not independent, try a new one with a mask.
+    """Test a copy with document borders; if that fails, test a new copy with a mask.
 
-    Rows of one document each need no trial with a mask.
+    No second test is needed if each row is one document.
 
     Args:
         make: function that builds a copy.

@@ -39,7 +39,7 @@ def has_adapters(model: nn.Module) -> bool:
 def base_of(model: nn.Module) -> "PreTrainedModel":
     """Return the transformers model inside a PeftModel; return any other model unchanged.
 
-    Its modules are still wrapped by LoRA layers.
+    The result still has LoRA layers in place of its linear layers.
     """
     adapted: Any = model
     return adapted.get_base_model() if has_adapters(model) else adapted
@@ -47,10 +47,10 @@ def base_of(model: nn.Module) -> "PreTrainedModel":
 
 @contextlib.contextmanager
 def unwrapped_base(model: nn.Module) -> Iterator["PreTrainedModel"]:
-    """Yield the base model; within the context it has its original modules without adapters.
+    """Yield the base model, which has its original modules instead of PEFT's in the context.
 
-    So parameters have their original names, as loaders expect, and a forward ignores the adapters.
-    A model without adapters is yielded itself.
+    Parameters then have their original names, as loaders expect, and a forward ignores the
+    adapters. A model without adapters is yielded unchanged.
     """
     base = base_of(model)
     replaced = []

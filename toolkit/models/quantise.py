@@ -41,8 +41,7 @@ def check_quantisation(
 ) -> None:
     """Raise ConfigError if 4-bit settings conflict or do not work on `device`. Collective.
 
-    To try them, a small 4-bit matrix is multiplied on `device`. Does nothing without
-    `lora.load_in_4bit`.
+    Multiplies a small 4-bit matrix on `device` as a test. Does nothing without `lora.load_in_4bit`.
     """
     if lora is None or not lora.load_in_4bit:
         return

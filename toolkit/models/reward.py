@@ -28,7 +28,10 @@ _OF_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def reward_head(model: nn.Module) -> nn.Linear | None:
-    """Return the linear head of a reward model, or its trained copy; None for other models."""
+    """Return the linear head of a reward model; None for other models.
+
+    If adapters train a copy of the head (`modules_to_save`), the copy is returned.
+    """
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is not None:
         return None

@@ -111,8 +111,8 @@ def describe_layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = 
 
     Args:
         model: on meta or not.
-        full: the full model if `model` is a tiny copy of it, because only there layers are found by
-            their size. None: `model` is full itself.
+        full: the full model if `model` is a tiny copy of it. The names of its layers tell which
+            modules of the copy are layers. None: `model` is the full model.
     """
     full = model if full is None else full
     names = list(decoder_layers(full))
@@ -163,8 +163,8 @@ def shrunk_configs(
 
     Args:
         config: config of the full model; it is not changed.
-        kinds: kind of each of its layers, from `describe_layer_kinds`. A copy has as many of the
-            first layers as contain all kinds.
+        kinds: kind of each of its layers, from `describe_layer_kinds`. Small copies have only as
+            many of the first layers as it takes to include all kinds.
         length: length of a row in tokens. Attention windows that are as long are not reduced; None:
             reduce all.
         real_text: keep vocabulary, positions and windows, and at least two layers.
@@ -313,9 +313,9 @@ def _shrink_head_sizes(section: PreTrainedConfig) -> None:
 
 
 def _halve_widths_and_heads(section: PreTrainedConfig) -> None:
-    """Halve widths and head sizes together, in place, as long as widths stay at 64 or more.
+    """Halve widths and head sizes together, in place, as often as possible.
 
-    Head sizes stay at 8 or more.
+    Widths stay at 64 or more and head sizes at 8 or more.
     """
     while True:
         widths, heads = (

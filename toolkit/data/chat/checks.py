@@ -198,7 +198,7 @@ def _iterate_reasoning(search: EdgeSearch, message: Message) -> Iterator[tuple[s
 
 
 def _replace_key(message: Message, key: str, word: str) -> Message:
-    """Return a copy of a message with `word` as the value of `key`."""
+    """Return a copy of a message in which `key` has the value `word`."""
     return {**message, key: word}
 
 

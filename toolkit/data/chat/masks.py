@@ -56,7 +56,7 @@ OTHER_PROMPT = "last turns before which the chat template prints something else 
 
 
 class EdgesNotFound(BadRow):
-    """The start or end of a turn cannot be found. Generation markers may still give its span."""
+    """The begin or end of a turn cannot be found. Generation markers may still give its span."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "no edges")
@@ -74,13 +74,13 @@ class Rendered:
 
 
 class EdgeSearch:
-    """Find where turns begin and end in a rendering, by rendering the conversation with changes.
+    """Finds where turns begin and end in a rendering, by rendering changed conversations.
 
     Args:
         render: renders messages; see `traits.Render`.
         messages: turns of the conversation.
         specials: special tokens of the tokenizer.
-        traits: the text that the template prints around answers.
+        traits: the texts that the template prints around answers.
 
     Raises:
         BadRow: the template refuses the conversation.
@@ -135,11 +135,11 @@ class EdgeSearch:
         return words if len(content) > 3 and not any(w in self.text for w in words) else []
 
     def describe_turn(self, i: int) -> str:
-        """Describe turn `i` for a message."""
+        """Describe turn `i` for a message, as "turn 3 (user)"."""
         return f"turn {i} ({self.messages[i].get('role')})"
 
     def render_changed(self, changes: dict[int, Message]) -> str | None:
-        """Render the conversation with some turns replaced; None if the template raises."""
+        """Render the conversation with turns replaced by `changes`; None if the template raises."""
         return self.try_render([changes.get(i, message) for i, message in enumerate(self.messages)])
 
     def try_render(self, messages: list[Message], **options: Any) -> str | None:
@@ -162,7 +162,7 @@ class EdgeSearch:
         return BadRow(f"{refuses}{self._advice_on_first_turn()}", REFUSED)
 
     def _advice_on_first_turn(self) -> str:
-        """Return advice if the conversation begins with the assistant; else an empty text."""
+        """Return advice if the first turn other than system texts is the assistant's; else ""."""
         roles = [m.get("role") for m in self.messages if m.get("role") != "system"]
         return ". Let it begin with a turn of the user" if roles[:1] == ["assistant"] else ""
 
@@ -234,7 +234,7 @@ class EdgeSearch:
         return marks[-1].end()
 
     def _change_last_call(self, i: int) -> list[tuple[Message, str]]:
-        """Return two copies of turn `i` with another last tool call: (copy, new text in it)."""
+        """Return two copies of turn `i` with a changed last tool call, as (copy, new text)."""
         pairs = zip(self.words, NUMBERS, strict=True)
         return [change_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
 
@@ -277,15 +277,15 @@ class EdgeSearch:
         return common_prefix_length(self.text, *texts), len(self.text) - follows
 
     def _is_bare_call(self, i: int) -> bool:
-        """Return True if turn `i` ends with a call without arguments."""
+        """Return True if the last tool call of turn `i` has no arguments; False without calls."""
         calls = self.messages[i].get("tool_calls") or []
         return bool(calls) and calls[-1]["function"]["arguments"] in ({}, "{}")
 
     def _is_next_turn_after(self, i: int, low: int, end: int) -> bool:
-        """Return True if turn `i + 1`, with its header, is printed after offset `end`.
+        """Return True if turn `i` is the last one, or turn `i + 1` is printed after offset `end`.
 
-        If turn `i + 1` gets another content, or becomes a user's turn, the text must change only
-        after `end`. The latter test is ignored if the text changes before `low` already.
+        The text must change only after `end` if turn `i + 1` gets another content or becomes a
+        user's turn. The latter test is ignored if the text changes before `low` already.
         """
         if i == len(self.messages) - 1:
             return True
@@ -592,7 +592,7 @@ class EdgeSearch:
 
 
 def _make_absent_word(word: str, text: str) -> str:
-    """Repeat the first letter of a word until the word does not occur in the text."""
+    """Return `word`, with its first letter repeated in front until `text` does not contain it."""
     while word in text:
         word = word[0] + word
     return word

@@ -99,10 +99,10 @@ class Chat:
         short chat.
 
         Returns:
-            The text with its spans, or the reason why the conversation cannot be used.
+            The text with its spans, or a BadRow, not raised, if the conversation cannot be used.
 
         Raises:
-            DataError: there is no template for it.
+            DataError: the tokenizer has several templates, and none fits.
         """
         name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
@@ -142,7 +142,7 @@ class Template:
 
     Args:
         text: Jinja text.
-        variables: names of special tokens -> their texts, which the template may use.
+        variables: variable of the template, such as `bos_token` -> text of the special token.
         specials: texts of all special tokens.
 
     Raises:
@@ -242,7 +242,7 @@ class Template:
         return align_beginnings(search, rendered, turns, advice_for)
 
     def _find_advice(self, conversation: Conversation, inserted: str, turn: int) -> str:
-        """Explain which argument makes the prompt for turn `turn` end with `inserted`. Cached."""
+        """Explain in a sentence how to make the prompt for a turn end with `inserted`. Cached."""
         kwargs = conversation.template_kwargs
         key = inserted, json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._advice:
@@ -265,7 +265,10 @@ class Template:
     def _shrink_marker(
         self, text: str, span: Span, prompts: list[int], traits: TemplateTraits
     ) -> Span:
-        """Remove the prompt, and white space after a stop token, from a span between markers."""
+        """Shorten the span between two generation markers; return its new [begin, end).
+
+        The prompt is removed, as is white space after a stop token.
+        """
         begin, end = max([span[0], *(at for at in prompts if span[0] < at < span[1])]), span[1]
         marked_text = text[begin:end]
         header = traits.prompt[
@@ -320,10 +323,10 @@ def _format_yaml_mapping(values: dict[str, bool]) -> str:
 def _check_markers(
     text: str, turns: dict[int, Span], markers: list[Span], supervised: list[int], specials: Marks
 ) -> list[Span]:
-    """Check that the spans of turns agree with the generation markers of the template.
+    """Compare the spans of turns with those that the template's generation markers enclose.
 
-    At the edges the two may differ in special tokens, tags, white space and the prompt, because
-    markers often begin within the prompt, or end before or after the stop token.
+    At the edges the two may differ in special tokens, tags, white space and the prompt. Markers
+    often begin within the prompt, or end before or after the stop token.
 
     Args:
         text: the rendered conversation.
@@ -433,7 +436,7 @@ def _fixed_clock_and_random() -> Iterator[None]:
 
 
 def select_supervised_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
-    """Return the indices of the turns that the loss covers; empty if `supervise` is `all`.
+    """Return the indices of the turns that the loss covers; [] if `supervise` is `all`.
 
     Raises:
         BadRow: `supervise` is `all`, and some turns are marked as not supervised.
@@ -457,18 +460,18 @@ def select_supervised_turns(conversation: Conversation, supervise: Supervise) ->
 def load_chat_templates(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 ) -> dict[str, str]:
-    """Load the chat templates to use.
+    """Return the chat templates to use as name -> Jinja text.
 
     Args:
         tokenizer: the tokenizer of the run.
         chat_template: Jinja text, the name of a template of the tokenizer, or a file. If it is
-            None, the templates of the tokenizer are used.
+            None, all templates of the tokenizer are used.
 
     Returns:
-        Name -> Jinja text: `default`, and `tool_use` if there is one.
+        `default` -> text if there is one template; else the tokenizer's names.
 
     Raises:
-        DataError: there is no template, or it cannot be read.
+        DataError: there is no template, it is too long, or it cannot be read.
     """
     tokenizer_template = getattr(tokenizer, "chat_template", None)
     named_templates = tokenizer_template if isinstance(tokenizer_template, dict) else {}
@@ -504,11 +507,7 @@ def load_chat_templates(
 
 
 def _read_template_file(name: str, names: list[str]) -> str:
-    """Read a template file. `names` are the tokenizer's templates, for the error.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Read the template file `name`; the DataError for a failure also lists `names`."""
     file = Path(name).expanduser()
     try:
         return file.read_text("utf-8")
@@ -541,7 +540,7 @@ def add_template_defaults(
         values: variable -> default value.
 
     Returns:
-        Name -> Jinja text with the defaults.
+        Name -> Jinja text with the defaults of those variables that it uses.
 
     Raises:
         ConfigError: a variable of `values` is in no template.
@@ -576,7 +575,7 @@ def _find_variables(text: str) -> set[str]:
 
 
 def _prepend_defaults(text: str, values: Mapping[str, Any]) -> str:
-    """Prepend Jinja statements that set variables to default values if they are not defined."""
+    """Prepend Jinja statements to a template that set undefined variables to these values."""
     # Jinja does not print the newline after a block, so the output begins as before.
     blocks = (
         f"{{% if {name} is not defined %}}{{% set {name} = {_jinja_literal(value)} %}}"
@@ -587,7 +586,7 @@ def _prepend_defaults(text: str, values: Mapping[str, Any]) -> str:
 
 
 def _jinja_literal(value: Any) -> str:
-    """Format a value of YAML as a Jinja literal."""
+    """Format a value from YAML (a mapping, list or scalar) as a Jinja literal."""
     if isinstance(value, dict):
         inner = ", ".join(
             f"{_jinja_literal(str(k))}: {_jinja_literal(v)}" for k, v in value.items()

@@ -28,7 +28,7 @@ _USER, _ANSWER, _NEXT = WORDS
 
 
 def common_prefix_length(first: str, *texts: str) -> int:
-    """Return the length of the longest prefix that all texts share."""
+    """Return the length in characters of the longest prefix that all texts share."""
 
     def differ(length: int) -> bool:
         return not all(text.startswith(first[:length]) for text in texts)
@@ -60,7 +60,7 @@ def align_to_mark(text: str, at: int, specials: Marks) -> int:
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """The text that a template prints around the answers of a conversation."""
+    """The texts that a template prints around the answers of a conversation."""
 
     prompt: str = ""
     """Text that `add_generation_prompt` adds to a question. If it adds nothing: the header of the
@@ -206,17 +206,17 @@ def find_closings(
 
 
 def _replace_words(header: str) -> str:
-    """Replace each word of a header by the letter w, so that headers of the same form are equal."""
+    """Replace each word of a header by the letter w, to compare the form of headers."""
     return re.sub(r"[^\W_]+", "w", header)
 
 
 def with_content(message: Message, content: str) -> Message:
-    """Copy a message with another content."""
+    """Return a copy of a message with this content."""
     return {**message, "content": content}
 
 
 def only_content(message: Message, content: str) -> Message:
-    """Copy a message with another content and without tool calls."""
+    """Return a copy of a message with this content and without tool calls."""
     return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
 
 
@@ -250,7 +250,7 @@ def change_call(
 
 
 def without_reasoning(message: Message) -> Message | None:
-    """Copy a turn without its reasoning; None if it has none."""
+    """Return a copy of a turn without its reasoning keys; None if it has none."""
     silent = {k: v for k, v in message.items() if k not in REASONING}
     return silent if silent != message else None
 
@@ -267,7 +267,7 @@ def join_texts(message: Message) -> str:
 
 
 def _list_printed_forms(value: Any) -> list[str]:
-    """List the texts of a value and of all values within it, as Python text and as JSON."""
+    """List the Python text and the JSON text of a value and of all values within it."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     as_json = [json.dumps(value, ensure_ascii=ascii, default=str) for ascii in (True, False)]
     return [str(value), *as_json] + [text for part in inner for text in _list_printed_forms(part)]

@@ -30,7 +30,7 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True)
 class NameMapping:
-    """The setting `data.columns`: how names in the rows of a source map to standard names."""
+    """The setting `data.columns`, which maps names in the rows of a source to standard names."""
 
     columns: Mapping[str, str]
     """Standard name of a column -> name in the rows."""
@@ -344,7 +344,7 @@ def suggest_answer_columns(names: Sequence[str]) -> str:
 
 
 def format_mapping(mapping: Mapping[str, str]) -> str:
-    """Format a mapping as YAML, without names that map to themselves."""
+    """Format a mapping as YAML, such as `{text: body}`; omit names that map to themselves."""
     pairs = (f"{name}: {other}" for name, other in mapping.items() if name != other)
     return "{" + ", ".join(pairs) + "}"
 

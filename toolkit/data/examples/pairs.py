@@ -91,7 +91,7 @@ class Answer:
 
 
 def parse_pair(row: Row, layout: Layout | None = None) -> Pair:
-    """Parse a row to a pair.
+    """Convert a row to a pair of answers.
 
     Args:
         row: a row with standard names.
@@ -133,7 +133,10 @@ def _unpack_prompt(row: Row) -> Row:
 
 
 def _add_sides(row: Row, layout: Layout) -> Row:
-    """Return the row with its answers in the columns `chosen` and `rejected`, for any layout.
+    """Return the row with its answers in the columns `chosen` and `rejected`.
+
+    In other layouts, the answers are in a list of ranked answers, in `response_1` and `response_2`,
+    or partly in a conversation.
 
     Raises:
         SkippedRow: a preference or the ranks prefer neither answer.
@@ -156,7 +159,10 @@ def _add_sides(row: Row, layout: Layout) -> Row:
 
 
 def _read_margin(row: Row) -> float | None:
-    """Read the column `margin`; None if it is null or missing. Raises BadRow for other types."""
+    """Read the column `margin`; None if it is null or missing.
+
+    Raises BadRow if it is not a finite number.
+    """
     if (margin := row.get("margin")) is None:
         return None
     if not _is_number(margin):
@@ -434,7 +440,7 @@ def _make_conversation(row: Row, messages: list[Row]) -> Conversation:
 
 
 def parse_answer(row: Row, layout: Layout | None = None) -> Answer:
-    """Parse a row to an answer with a label.
+    """Convert a row to an answer with a label.
 
     Args:
         row: a row with standard names.

@@ -121,7 +121,10 @@ class _FirstRows:
         return bool(self.non_null_values(column))
 
     def most_values_pass(self, column: str, test: Callable[[Any], bool]) -> bool:
-        """Return True if more than half of the non-null values of a column pass a test."""
+        """Return True if more than half of the non-null values of a column pass a test.
+
+        Without such values, the result is False.
+        """
         values = self.non_null_values(column)
         return bool(values) and 2 * sum(map(test, values)) > len(values)
 

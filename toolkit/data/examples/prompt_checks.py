@@ -51,7 +51,10 @@ _OTHER_MEANINGS = frozenset(
 
 
 def is_conversation(value: Any) -> bool:
-    """Return True if a value is a list of turns, or a mapping with such a list in `messages`."""
+    """Return True if a value is a list of turns, or a mapping with such a list in `messages`.
+
+    A turn is a mapping with the key `role` or `from`.
+    """
     if isinstance(value, dict):
         value = value.get("messages")
     keys = {"role", "from"}
@@ -132,7 +135,7 @@ def _may_be_prompt(name: str, value: Any) -> bool:
 
 
 def _is_sentence(text: str) -> bool:
-    """Return True if a text has the length of a sentence, not that of a label."""
+    """Return True if a text is long enough for a sentence, so that it is not a label."""
     if len(text.split()) >= _SENTENCE_WORDS:
         return True
     return not text.isascii() and len(text.strip()) >= _SENTENCE_CHARACTERS
@@ -201,7 +204,7 @@ def refuse_possible_prompt(rows: Sequence[Row], used: Iterable[str], *, texts: b
 
 
 def _is_mappable(value: Any) -> bool:
-    """Return True if a value is text or turns, which can be a prompt; False for other lists etc."""
+    """Return True if a value is text or turns, so that its column can be the prompt."""
     return isinstance(value, str) or is_conversation(value)
 
 
@@ -305,7 +308,7 @@ def _begins_with_prompt(prompt: str, text: str) -> bool:
 def has_lost_text(row: Row, name: str, used: Iterable[str]) -> bool:
     """Return True if a text in column `name` of a row occurs in none of its columns `used`.
 
-    White space is not compared.
+    Differences in white space are ignored.
     """
     texts = list_texts(row.get(name))
     if not texts:

@@ -94,7 +94,7 @@ class Text:
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A text and its continuation, without a chat template."""
+    """A text and its continuation, which are trained on without a chat template."""
 
     prompt: str
     completion: str
@@ -135,7 +135,7 @@ Example = Text | PromptCompletion | Conversation | Tokens
 
 
 class Remark(NamedTuple):
-    """A sentence of the data report about how some columns are read."""
+    """A sentence for the data report that tells how some columns are read."""
 
     text: str
     """The decision; `{}` is replaced by the names of the columns."""
@@ -330,10 +330,10 @@ def has_text(row: Row, name: str) -> bool:
 
 
 def recognise_documents(rows: Sequence[Row], *, text: bool = False) -> Layout:
-    """Recognise the layout of documents to pretrain on: token ids if rows have any, else text.
+    """Return the layout of documents to pretrain on: token ids if any row has them, else text.
 
     Args:
-        rows: first rows of the source, with standard names.
+        rows: first rows of the source, with standard names; at least one.
         text: `data.columns` maps the column `text`. It affects only the error.
 
     Raises:

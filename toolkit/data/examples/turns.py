@@ -184,10 +184,7 @@ def find_missing_prompt_turns(prompt: list[Row] | str | None, answer: list[Row])
 
 
 def _comparison_key(turn: Row) -> tuple[Any, ...]:
-    """Return (role, content, tool calls), with which turns are compared.
-
-    White space around the content does not count.
-    """
+    """Return (role, stripped content, tool calls as text), by which turns are compared."""
     return turn["role"], (turn.get("content") or "").strip(), str(turn.get("tool_calls"))
 
 
@@ -220,6 +217,8 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
 
 def read_template_kwargs(row: Row) -> dict[str, Any]:
     """Read the column `chat_template_kwargs`: additional arguments for the chat template.
+
+    It may be a mapping or JSON text; {} if it is missing or empty.
 
     Raises:
         BadRow: the value is not a mapping, or sets an argument that the toolkit sets.
@@ -374,7 +373,11 @@ def _read_flag(value: Any, name: str, where: str) -> bool | None:
 
 
 def _read_content(value: Any, where: str) -> str:
-    """Read the text of a turn, joining the texts of a list of parts.
+    """Return the content of a turn as text.
+
+    Args:
+        value: text, or a list of parts, whose texts are joined.
+        where: position of the content in the row, for messages.
 
     Raises:
         BadRow: a part is not text, or is excluded from the loss.

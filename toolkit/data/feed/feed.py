@@ -91,7 +91,7 @@ def build_samples(source: EncodedSource, shape: SampleShape, chosen: Chosen = No
 
 
 def list_windows_or_rows(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
-    """List the numbers of all windows of a source if packing is `wrapped`, else of all rows.
+    """Return the numbers of all windows of a source if packing is `wrapped`, else of all rows.
 
     A window is `sequence_length` consecutive tokens of all rows joined.
     """
@@ -101,10 +101,10 @@ def list_windows_or_rows(source: EncodedSource, shape: SampleShape) -> range | n
 
 
 class Feed(ABC):
-    """The micro-batches of this rank, and the position of the run in the data.
+    """Base class that gives this rank its micro-batches and keeps the position in the data.
 
-    Weights and batch sizes count samples. A sample is a pack of rows (packing `bfd`), a window of
-    all rows joined (`wrapped`) or one row (`none`).
+    Weights and batch sizes count samples. A sample is several packed rows (packing `bfd`), a window
+    of all rows joined (`wrapped`) or one row (`none`).
 
     Args:
         shape: how rows become samples.
@@ -257,4 +257,4 @@ class Feed(ABC):
 
     @abstractmethod
     def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
-        """Compute (mean tokens of a sample, mixing weight) for each source."""
+        """Return (mean tokens of a sample, mixing weight) for each training source."""

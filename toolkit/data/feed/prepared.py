@@ -41,7 +41,7 @@ class SourceSamples:
 
 
 class PreparedFeed(Feed):
-    """The micro-batches of sources that are encoded before training starts; see `Feed`.
+    """The `Feed` of sources that are encoded before training starts.
 
     Without weights and `max_repeats`, each pass reads every sample of all sources once, in one
     shuffled order. Otherwise the sources are mixed; see [Note: mixing] in `order/mixture.py`.
@@ -116,7 +116,10 @@ class PreparedFeed(Feed):
         return lines + [f"{name}: {len(self.eval_sets[name]):,} to evaluate" for name in extra]
 
     def steps_for(self, epochs: float) -> int:
-        """Compute the number of steps in `epochs` passes over all sources.
+        """Compute the number of steps in `epochs` passes over all sources, rounded up.
+
+        A pass has as many samples as all sources together. If `max_repeats` ends the data within
+        the last step, that step is dropped.
 
         Raises:
             DataError: `max_repeats` allows fewer steps.
@@ -198,7 +201,7 @@ class PreparedFeed(Feed):
         return run.loader(self.data, batches, workers, self.shape.batch)
 
     def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
-        """Compute (mean tokens of a sample, mixing weight) for each source."""
+        """Return (mean tokens of a sample, mixing weight) for each training source."""
         shares = self.order.shares
         if len(shares) < len(self.parts):
             # There is one order over all sources.
@@ -211,8 +214,8 @@ def split_held_out(
 ) -> tuple[Samples, Samples | None]:
     """Split a source into samples to train on and samples that are held out to evaluate on.
 
-    Held out are the last windows (packing `wrapped`), or rows drawn at random. The draw ignores the
-    seed of the run, so that runs with different seeds can be compared.
+    The last windows are held out if packing is `wrapped`, else rows drawn at random. The draw
+    ignores the seed of the run, so that runs with different seeds can be compared.
 
     Args:
         source: the encoded rows.

@@ -89,7 +89,10 @@ class LaneAssignment:
 
     @property
     def groups(self) -> int:
-        """Number of groups of lanes; it divides `lanes` and is at most the number of files."""
+        """Number of groups of lanes; it divides `lanes` and is at most the number of files.
+
+        It is 1 if there are fewer files than lanes and their sizes are not known.
+        """
         most = min(self.lanes, self.rows.num_shards)
         if self.sizes is None and most < self.lanes:
             return 1

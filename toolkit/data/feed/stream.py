@@ -338,7 +338,7 @@ class SourceStream:
     def _read_rest_again(self, at: StreamPlace) -> Piece:
         """Read again the row that was split between two windows, and return its unused tokens.
 
-        This happens if a resumed run starts inside the row.
+        This is needed if a resumed run starts inside the row.
 
         Raises:
             DataError: the row has changed since the checkpoint was saved.
@@ -350,7 +350,7 @@ class SourceStream:
         return _build_piece(example, self._columns).part(at.cut)
 
     def _changed_rows_error(self, expected: str) -> DataError:
-        """Build the error for a stream whose rows do not match the checkpoint."""
+        """Create the error for a stream whose rows do not match the checkpoint."""
         return DataError(
             f"the checkpoint's position expects {expected} row {self._place.at.row} of a shard of "
             f"{self.source.name}, but the rows of the stream have changed; use the same rows, or "
@@ -393,7 +393,10 @@ class SourceStream:
 
 
 def _build_piece(example: EncodedExample, columns: Mapping[str, Column]) -> Piece:
-    """Convert an encoded row to a piece, with its values of the stored `columns`."""
+    """Convert an encoded row to a piece with its token ids, labels and column values.
+
+    Missing values of a column per token are filled; other columns without a value are omitted.
+    """
     ids = example.input_ids.astype(np.int32, copy=False)
     labels = labels_of(ids, [edge for span in example.spans for edge in span])
     per_token, per_row = dict[str, np.ndarray](), dict[str, np.ndarray]()

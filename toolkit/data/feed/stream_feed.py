@@ -33,7 +33,7 @@ _BATCH = "batch"
 
 
 class StreamFeed(Feed):
-    """The micro-batches of sources that are read and encoded while training; see `Feed`.
+    """The `Feed` of sources that are read and encoded while training.
 
     A stream is divided into lanes, independent sequences of rows. A rank encodes only the rows of
     its lanes; see [Note: streams] in `stream.py`. Evaluation sources are encoded before training.
@@ -104,7 +104,7 @@ class StreamFeed(Feed):
         ]
 
     def uneven_lane_lines(self, world_size: int) -> list[str]:
-        """Return [a log note] if ranks have to share lanes, which do not divide evenly; else [].
+        """Return [a log note] if the lanes do not divide evenly over the ranks; else [].
 
         There is no note if there is only one lane.
         """
@@ -117,7 +117,7 @@ class StreamFeed(Feed):
         ]
 
     def steps_for(self, epochs: float) -> int:
-        """Raise a `DataError`, because the length of a stream is not known in advance."""
+        """Always raise a DataError, because the length of a stream is not known in advance."""
         raise DataError(
             "expected a number of steps, since the length of a stream is not known before its end; "
             "set train.max_steps"
@@ -168,8 +168,8 @@ class StreamFeed(Feed):
     ) -> Batches:
         """Yield this rank's micro-batches of the next `count` steps.
 
-        Before the last micro-batch of a step is yielded, `position.after_step` gets the new states
-        of the lanes, for `position.advance()`.
+        At the last micro-batch of a step, sets `position.after_step` to the new states of the
+        lanes, which `position.advance()` then applies.
 
         Raises:
             DataError: `max_repeats` ends the data, or a row is refused.
@@ -230,7 +230,8 @@ class MixedLane:
 
     The mixture is that of [Note: mixing] in `order/mixture.py`, but the end of a source is not
     known in advance. Lane l starts at turn l of the mixture, so neighbouring lanes draw from
-    different sources. In the complete run, a source is at most `lanes` samples away from its share.
+    different sources. At any point of the run, a source is at most one sample per lane away from
+    its share.
     """
 
     def __init__(self, streams: Sequence[SourceStream], lane: Lane) -> None:
@@ -274,8 +275,8 @@ class RankBatches(IterableDataset):
     """The micro-batches of one rank: rank r of W reads samples r, r + W, ... of each global batch.
 
     Iterating yields dicts with a micro-batch under `batch`. The last dict of a step also has
-    `places`: JSON text of lane number -> new state, for the lanes from which the step read. On a
-    DataError, a last dict with only the message, under `error`, is yielded instead of raising.
+    `places`: JSON text of lane number -> new state, for the lanes from which the step read. A
+    DataError is not raised; instead, a last dict has only its message, under `error`.
     """
 
     sources: Sequence[StreamSource]

@@ -56,7 +56,7 @@ class DrawnSamples(NamedTuple):
 
 
 class _Phase(NamedTuple):
-    """A range of positions in which the same sources are mixed, until one of them is used up."""
+    """A range of positions in which the same sources are mixed. It ends when one is used up."""
 
     start: int
     """The first position."""
@@ -127,7 +127,7 @@ class Mixture:
         return self.draws(start, count).samples
 
     def counts(self, position: int) -> list[int]:
-        """Count how many samples of each source come before a position."""
+        """Return the number of samples of each source that come before a position."""
         phase = next(p for p in reversed(self._phases) if p.start <= position)
         here = samples_per_source(phase.active, self.shares, position - phase.start)
         return [drawn + here.get(source, 0) for source, drawn in enumerate(phase.drawn)]
@@ -153,7 +153,7 @@ class Mixture:
     def _find_exhaustion(self, source: int) -> int:
         """Return the number of positions after which `source` has used up its `max_repeats`.
 
-        The result assumes that the last phase of `_phases` does not end earlier.
+        The result assumes that the last phase of `_phases` does not end before.
         """
         begin, limit = self._phases[-1].start, self._limits[source]
         return bisect_left(range(_FAR), limit, lo=begin, key=lambda p: self.counts(p)[source])
@@ -249,7 +249,7 @@ def samples_per_source(active: Sequence[int], shares: Sequence[int], turns: Any)
     """Count the samples of each source among the first `turns` samples of a mixture.
 
     Args:
-        active: indices of the sources that are mixed.
+        active: indices of the sources that are mixed, at least one.
         shares: integer weights of all sources.
         turns: number of samples, an integer or an array of them.
 

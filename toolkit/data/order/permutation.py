@@ -73,6 +73,6 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def derived_seed(seed: int, *parts: object) -> int:
-    """Hash `seed` and `parts` into a new seed, for another random order in the same run."""
+    """Hash `seed` and `parts` into a new seed of at most 56 bits, for another random order."""
     text = " ".join(map(str, (seed, *parts))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

@@ -59,13 +59,13 @@ def eval_batches(
 
 
 class Position:
-    """The position of a run in its data: the samples read so far; part of every checkpoint.
+    """The position of a run in its data, which every checkpoint contains: the samples read so far.
 
     Args:
         n_samples: number of training samples; None for streams, whose length is not known.
         seed: seed of the sample order.
         global_batch: number of samples in a step.
-        reading: other properties that determine the samples: description -> JSON value. A
+        reading: description -> JSON value, for other properties that determine the samples. A
             checkpoint with different values is refused, and the message has the description.
     """
 
@@ -109,7 +109,7 @@ class Position:
         return self._local_state()
 
     def _local_state(self) -> dict[str, Any]:
-        """Return the position as JSON values, with the lane states that this rank knows."""
+        """Return the position as JSON values, with only those lane states that this rank knows."""
         state: dict[str, Any] = {
             "samples_seen": self.samples_seen,
             "global_batch": self.global_batch,

@@ -34,9 +34,9 @@ class Column:
             sequences. The value of a token is at the token's own position; it is not shifted.
         shape: shape of one value; () for a number.
         fill: value for padding, and for rows without a value.
-        late: True if the values are set after encoding (`EncodedRows.fill_column`); False if
-            encoding produces them and stores them with the token ids. In a late column, NaN marks a
-            missing value, and a micro-batch that reads it raises an error.
+        late: False if encoding produces the values and stores them with the token ids. True if
+            `EncodedRows.fill_column` sets them afterwards; then NaN marks a missing value, and a
+            micro-batch that reads it raises an error.
     """
 
     dtype: str

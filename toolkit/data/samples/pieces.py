@@ -65,7 +65,7 @@ def join_pieces(pieces: Sequence[Piece]) -> Piece:
 
 
 class EncodedRows:
-    """Access to encoded rows, one by one or as one sequence of all their tokens.
+    """Gives access to encoded rows, one by one or as one sequence of all their tokens.
 
     Args:
         tokens: the encoded rows, a data set with `input_ids` and, for some formats, other columns.
@@ -142,11 +142,11 @@ class EncodedRows:
 
     @property
     def column_names(self) -> list[str]:
-        """Names of the columns that have values: the stored ones, and late ones that are filled."""
+        """Names of the columns that have values: stored ones, and those that `fill_column` set."""
         return [n for n, column in self.columns.items() if not column.late or n in self._late]
 
     def fill_column(self, name: str, values: np.ndarray) -> None:
-        """Set the values of a late column, which micro-batches then contain.
+        """Set the values of a column that is not stored (`late`); micro-batches then contain them.
 
         Args:
             name: a late column that the row format declares.
@@ -218,7 +218,10 @@ class EncodedRows:
             )
 
     def rows_of(self, begin: int, count: int) -> tuple[int, int]:
-        """Return the first and the last row of tokens [begin, begin + count) of all rows joined."""
+        """Return the numbers of the first and the last row of tokens [begin, begin + count).
+
+        Tokens are counted over all rows joined.
+        """
         first, last = self.ends.searchsorted([begin, begin + count - 1], "right").tolist()
         return first, last
 
@@ -305,14 +308,14 @@ class Pieces:
         return self.rows.piece(*self._token_range(number))
 
     def rows_of(self, number: int) -> tuple[int, int]:
-        """Return the first and the last row of which piece `number` has tokens."""
+        """Return the numbers of the first and the last row from which piece `number` has tokens."""
         return self.rows.rows_of(*self._token_range(number))
 
 
 def cut_windows(rows: EncodedRows, length: int, chosen: Chosen = None) -> Pieces:
     """Join all rows and cut them into pieces of `length` tokens; drop the remaining tokens.
 
-    Without `chosen`, the pieces take no memory, since a large corpus has 10^8 of them.
+    Without `chosen`, memory does not grow with the number of pieces, which may be 10^8.
 
     Args:
         rows: the encoded rows.

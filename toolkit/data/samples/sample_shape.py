@@ -100,9 +100,9 @@ class SampleShape:
         return self._join_pieces(pieces, [n for n in names if columns[n].per == "token"]) | values
 
     def for_sides(self) -> "SampleShape":
-        """Return a copy for samples whose pieces are single sides of pairs.
+        """Return a copy for samples whose pieces are single sides of pairs, one sequence each.
 
-        Each side is one sequence. Of the columns, only those per token remain.
+        The copy has only the columns per token.
         """
         of_tokens = {name: c for name, c in self.columns.items() if c.per == "token"}
         row_format = replace(
@@ -134,7 +134,7 @@ class SampleShape:
         return self.sample([piece], [*per_token, *per_row])
 
     def _units_per_row(self, column: Column) -> int:
-        """Return the number of values of a row: its sequences for a column per sequence, else 1."""
+        """Return how many values of `column` a row has: one per sequence, or one per row."""
         return max(1, self.row_format.sequences_per_row) if column.per == "sequence" else 1
 
     def _values_per_row(self, name: str, column: Column, pieces: Sequence[Piece]) -> torch.Tensor:

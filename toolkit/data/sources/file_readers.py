@@ -363,8 +363,8 @@ def _split_at_cuts(stream: BinaryIO, size: int) -> Iterator[bytes]:
 def find_cut_offset(block: bytes) -> int:
     """Find the offset at which to cut UTF-8 bytes so that a token is unlikely to be cut.
 
-    The first of these that exists: after the last newline without white space on either side; after
-    the last newline; before the last space; between the last two characters.
+    It is the first of these that exists: after the last newline without white space on either side;
+    after the last newline; before the last space; between the last two characters.
     """
     at = block.rfind(b"\n", 1, -1)
     while at > 0 and (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):

@@ -83,8 +83,8 @@ def find_files(patterns: str | list[str], setting: str) -> list[Path]:
     """Find the files that patterns match.
 
     Args:
-        patterns: files, folders (all files beneath them with a known ending) or globs with `**` and
-            `~`.
+        patterns: files, folders or globs; `**` and `~` are allowed. A folder stands for all files
+            beneath it with a known ending, or for one split if it has several.
         setting: the setting that holds the patterns, for messages.
 
     Returns:
@@ -162,7 +162,7 @@ def _find_matches(pattern: str, setting: str) -> list[Path]:
 
 
 class Split(NamedTuple):
-    """A split of a data set in a folder."""
+    """A split of a data set in a folder, such as `train`, with its files."""
 
     name: str
     files: list[Path]

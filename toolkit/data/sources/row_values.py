@@ -48,11 +48,11 @@ def describe_value(value: Any) -> str:
 
 
 def escape_text(text: str, keep: str = "\n") -> str:
-    """Escape the characters of a text that control the terminal or are invisible.
+    """Replace invisible characters, and those that control the terminal, by Python's escapes.
 
     Args:
         text: any text.
-        keep: characters that are not escaped.
+        keep: characters that are not replaced.
     """
     return "".join(
         c
@@ -63,7 +63,7 @@ def escape_text(text: str, keep: str = "\n") -> str:
 
 
 def list_names(keys: Any) -> str:
-    """Format the names of columns or keys for a message; after a dozen, only their number follows.
+    """Format up to twelve names of columns or keys for a message, and the number of further ones.
 
     Returns "none" if there are none.
     """

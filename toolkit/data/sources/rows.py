@@ -43,7 +43,7 @@ LOOK_AT = 100  # number of first rows that determine the format of a source
 
 @dataclass(frozen=True)
 class DataSource:
-    """The rows of one source, with their format, layout and weight in a mixture."""
+    """The rows of one source, their layout and format, and the source's weight in a mixture."""
 
     name: str
     where: str

@@ -295,7 +295,10 @@ def _iterate_batches(
     columns: Sequence[str],
     size: int = _TABLE_ROWS,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield (number of the first row, batch); see `arrow_tables` for the arguments."""
+    """Yield (number of the first row, record batch) of a Parquet or Arrow file.
+
+    For the arguments see `arrow_tables`; `size` is the number of rows per batch of Parquet.
+    """
     if kind == "parquet":
         with pq.ParquetFile(file) as opened:
             names = _select_existing(opened.schema_arrow.names, columns)
@@ -362,7 +365,7 @@ def _holds_text(kind: pa.DataType) -> bool:
 
 
 def _list_plain_types(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """Yield the types within structs and lists, at any depth; yield another type itself."""
+    """Yield the types within structs and lists, at any depth; for any other type, yield it."""
     if pa.types.is_struct(kind):
         for i in range(kind.num_fields):
             yield from _list_plain_types(kind.field(i).type)

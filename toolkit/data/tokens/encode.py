@@ -287,7 +287,7 @@ class Encoder:
             )
 
     def _encode_ids(self, example: Tokens) -> EncodedRow:
-        """Encode a row of token ids and labels; return a BadRow or FatalRow if it is unusable."""
+        """Encode a row of token ids and labels; return (not raise) a BadRow if it is unusable."""
         # Compared as Python's integers, which may be of any size.
         ids = example.input_ids
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
@@ -316,7 +316,10 @@ class Encoder:
     def _add_special_tokens(
         self, example: object, ids: np.ndarray, spans: list[Span]
     ) -> tuple[np.ndarray, list[Span]]:
-        """Return (ids, spans) with the tokenizer's special tokens added around a text."""
+        """Return (ids, spans) with the tokenizer's special tokens put around a text.
+
+        The spans are shifted, and the special tokens after the text are supervised, too.
+        """
         start, end = (example.start, example.end) if isinstance(example, Text) else (True, True)
         if not len(ids) and start and end:
             return ids, []
@@ -418,7 +421,7 @@ def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
 def _build_schema(
     source: DataSource, row_format: RowFormat, columns: dict[str, Column]
 ) -> pa.Schema:
-    """Return the schema of a source's encoded rows; see `EncodedSource`."""
+    """Return the Arrow schema of a source's encoded rows; see `EncodedSource`."""
     stored = [("input_ids", pa.list_(pa.int32()))]
     if not source.layout.whole:
         stored += [("spans", pa.list_(pa.int32())), ("row", pa.int64())]
@@ -565,8 +568,8 @@ def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: Data
 def _stable_text(value: Any, title: str, names: Sequence[str]) -> bytes:
     """Format a dataclass for a digest, with `names` in place of the names of its fields.
 
-    Fields can then be renamed without a new digest, which would prevent streams from resuming.
-    Fields with `compare=False` are omitted.
+    Renaming a field then keeps the digest, without which a stream cannot resume. Fields with
+    `compare=False` are omitted.
     """
     values = [getattr(value, entry.name) for entry in fields(value) if entry.compare]
     text = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))

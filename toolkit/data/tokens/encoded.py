@@ -28,7 +28,7 @@ WARNINGS = (SAME_PROMPT, *BLOCK_NOTES)
 
 
 class FatalRow(BadRow):
-    """A row that ends the run, whatever `data.on_bad_row` is."""
+    """A row that always ends the run, even with `data.on_bad_row: skip`."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Counts:
     """Note -> number of times it applies."""
 
     def add(self, encoded: EncodedRow) -> None:
-        """Count one row."""
+        """Add one row: an example, or the BadRow for which it is skipped."""
         self.rows += 1
         if isinstance(encoded, BadRow):
             self.dropped[encoded.reason] = self.dropped.get(encoded.reason, 0) + 1

@@ -108,7 +108,7 @@ class TextTokenizer:
 
         Args:
             texts: the texts.
-            special: whether to add special tokens before and after each text.
+            special: add special tokens before and after each text.
         """
         if self.backend is None:
             options = {"truncation": False, "padding": False, "verbose": False}
@@ -215,7 +215,7 @@ class TextTokenizer:
         return TokenSpans(ids, [(first, last) for first, last in token_spans if first < last])
 
     def _wrap_encoding(self, text: str, encoded: Encoding) -> "_Encoded":
-        """Combine a text and its encoding with the added tokens of the tokenizer."""
+        """Build an `_Encoded` from a text and its encoding."""
         assert self.backend is not None
         return _Encoded(text, encoded, self.backend.id_to_token, self._added, self._unknown)
 
@@ -279,7 +279,7 @@ class TextTokenizer:
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """Return the bytes of the tokenizer's files, which determine its ids; used as a cache key."""
+    """Return bytes that determine the ids of a tokenizer, for cache keys: its serialised files."""
     if tokenizer.is_fast:
         return tokenizer.backend_tokenizer.to_str().encode()
     with tempfile.TemporaryDirectory() as folder:
@@ -321,7 +321,10 @@ class _Encoded:
         self._unknown = unknown
 
     def token_spans(self, spans: Sequence[Span]) -> TokenSpans:
-        """Convert spans of characters to spans of tokens."""
+        """Return the token ids with the spans of characters converted to spans of tokens.
+
+        Spans without a token are dropped.
+        """
         token_spans = [(self.find_token(begin), self.find_token(end)) for begin, end in spans]
         return TokenSpans(self.ids, [(first, last) for first, last in token_spans if first < last])
 
@@ -338,10 +341,11 @@ class _Encoded:
         return complete < self.find_token(edge)
 
     def tokens_since_added(self, edge: int) -> tuple[str, list[int]] | None:
-        """Return (text, token ids) between the last added token before `edge` and character `edge`.
+        """Return (text, token ids) from the last added token before `edge` up to `edge`.
 
-        Both include that added token, which shields the tokens after it from earlier text. Returns
-        None if no token follows it before `edge`.
+        They begin with that added token, or with the text if there is none. Tokens do not depend on
+        what precedes an added token. Returns None if no token lies between the added token and
+        `edge`.
         """
         at = self.find_token(edge)
         first = max(self._find_added_tokens(at), default=None)
@@ -359,12 +363,12 @@ class _Encoded:
         return [at for at in places if self.ids[at] != self._unknown or self._is_spelled_out(at)]
 
     def _is_spelled_out(self, at: int) -> bool:
-        """Return True if the characters of token `at` are the name of the token."""
+        """Return True if the text of token `at` is its name, such as "<unk>"."""
         begin, end = self._encoded.token_to_chars(at) or (0, 0)
         return self.text[begin:end].strip() == self._id_to_token(int(self.ids[at]))
 
     def cut_at_added(self) -> "_Encoded":
-        """Return a copy without the first added token and what follows it."""
+        """Return a copy that ends before the first added token; complete if there is none."""
         at = min(self._find_added_tokens(len(self.ids)), default=len(self.ids))
         short = copy.copy(self)
         short.text = self.text[: self._token_chars(at)[0]] if at < len(self.ids) else self.text

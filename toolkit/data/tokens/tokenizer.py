@@ -282,7 +282,7 @@ def _iterate_training_text(sources: list[DataSource], data: DataConfig) -> Itera
 
 
 def _has_tokenizer_files(folder: Path) -> bool:
-    """Return True if a folder has any file of a tokenizer."""
+    """Return True if a folder has any of the files that a tokenizer may consist of."""
     return any((folder / name).is_file() for name in _FILES)
 
 
