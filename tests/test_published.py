@@ -14,7 +14,7 @@ from distributed import run_toolkit
 from published import PUBLISHED, folder_of
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
-from toolkit.config import FinetuneConfig, ModelConfig, PretrainConfig, load
+from toolkit.config import DistillConfig, FinetuneConfig, ModelConfig, PretrainConfig, load
 from toolkit.models import build_on_meta
 from toolkit.planning.devices import device_of
 from toolkit.planning.search import make_plan
@@ -130,7 +130,7 @@ _PLANNED = re.compile(
     r"# Planned: ([\d.]+) GB of each device's (\d+)GB \(toolkit plan FILE --world_size (\d+) "
     r"--device_memory (\d+)GB\)"
 )
-_COMMAND = re.compile(r"#   toolkit (train|finetune) (recipes/configs/[\w.]+\.yaml)")
+_COMMAND = re.compile(r"#   toolkit (train|finetune|distill) (recipes/configs/[\w.]+\.yaml)")
 
 
 def test_the_configs_are_those_of_the_table_and_say_how_they_start() -> None:
@@ -151,13 +151,15 @@ def test_a_shipped_config_needs_what_it_says_and_fits(file: Path, tmp_path) -> N
     text = file.read_text("utf-8")
     needed, memory, world, again = (float(n) for n in _PLANNED.search(text).groups())  # type: ignore[union-attr]
     assert memory == again
-    name = re.search(r"^  name_or_path: (\S+)", text, re.MULTILINE)[1]  # type: ignore[index]
-    local = tmp_path / "local.yaml"
-    local.write_text(
-        text.replace(f"name_or_path: {name}", f"name_or_path: {folder_of(name, tmp_path)}")
-    )
+    local, content = tmp_path / "local.yaml", text
+    name, *teachers = re.findall(r"^  name_or_path: (\S+)", text, re.MULTILINE)
+    for each in (name, *teachers):
+        folder = folder_of(each, tmp_path)
+        content = content.replace(f"name_or_path: {each}\n", f"name_or_path: {folder}\n")
+    local.write_text(content)
     command = _COMMAND.search(text)[1]  # type: ignore[index]
-    load(PretrainConfig if command == "train" else FinetuneConfig, local)
+    kinds = {"train": PretrainConfig, "finetune": FinetuneConfig, "distill": DistillConfig}
+    load(kinds[command], local)
     argv = ["plan", str(local), "--world_size", f"{world:.0f}", "--json", "--device_memory"]
     # A process of its own, as a user's: what tests compiled before has changed a plan.
     done = run_toolkit(*argv, f"{memory:.0f}GB", cwd=tmp_path)

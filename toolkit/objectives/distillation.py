@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit import ranks
 from toolkit.config.distill import DISTILL_METRICS, DistillConfig
 from toolkit.config.settings import ModelConfig
 from toolkit.data.samples.batch import Batch
@@ -43,18 +44,21 @@ class Distillation(Objective):
         )
 
     def check_models(self, model: PreTrainedModel, model_cfg: ModelConfig) -> str:
-        """Refuse a teacher whose vocabulary is not that of the trained model.
+        """Refuse a teacher whose vocabulary is not that of the trained model. Collective.
 
         See `compare_vocabularies`.
         """
-        teacher_cfg = self.models[TEACHER]
-        teacher = build_on_meta(teacher_cfg)
-        return compare_vocabularies(
-            load_tokenizer(model_cfg),
-            load_tokenizer(use_model_tokenizer(teacher_cfg)),
-            (vocabulary_size(model), vocabulary_size(teacher)),
-            (model_cfg.name_or_path, teacher_cfg.name_or_path),
-        )
+        teacher_cfg = use_model_tokenizer(self.models[TEACHER])
+
+        def compare() -> str:
+            return compare_vocabularies(
+                load_tokenizer(model_cfg),
+                load_tokenizer(teacher_cfg),
+                (vocabulary_size(model), vocabulary_size(build_on_meta(teacher_cfg))),
+                (model_cfg.name_or_path, teacher_cfg.name_or_path),
+            )
+
+        return ranks.on_all(compare)
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """Sum the loss over the supervised tokens of a micro-batch, with its parts as metrics."""
