@@ -196,6 +196,7 @@ def test_settings_without_effect_are_refused() -> None:
         ("distill.alpha", "1.5"),
         ("distill.temperature", "0"),
         ("distill.top_k", "0"),
+        ("distill.stored", "true"),
         ("train.z_loss", "0.1"),
         ("train.label_smoothing_factor", "0.1"),
         ("teacher.kernels", "liger"),
@@ -244,16 +245,8 @@ def write_config(**sections: dict) -> None:
 
 
 def distill(world_size: int, output: str, *flags: str) -> list[dict]:
-    done = run_recipe_ranks(
-        "distill",
-        world_size,
-        "--config",
-        "run.yaml",
-        "--output_dir",
-        output,
-        *flags,
-        cwd=Path.cwd(),
-    )
+    flags = ("--config", "run.yaml", "--output_dir", output, *flags)
+    done = run_recipe_ranks("distill", world_size, *flags, cwd=Path.cwd())
     assert done.returncode == 0, done.stdout + done.stderr
     return read_metrics(Path(output))
 
