@@ -65,7 +65,7 @@ def test_stored_is_live_and_every_checkpoint_holds_the_values(
             assert b.get(name, 0) == pytest.approx(a.get(name, 0), rel=1e-4), name
     checkpoint = Path("run/checkpoints/step-00000006")
     assert (checkpoint / FILE).is_file()
-    assert not Path("run/checkpoints", PARTS).exists()
+    assert not Path("run", PARTS).exists()
     assert cli.main(["verify", "run"]) == 0
     if packing == "none":
         return
@@ -112,7 +112,7 @@ def distill(cfg"""
     flags = ("--config", "run.yaml")
     recipe = Path("recipes/interrupted.py").absolute()
     assert run_recipe_ranks(recipe, 1, *flags, cwd=Path.cwd()).returncode != 0
-    parts = Path("run/checkpoints", PARTS)
+    parts = Path("run", PARTS)
     assert len([*parts.glob("part-*")]) == 2
     damaged = sorted(parts.glob("part-*"))[0]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")

@@ -171,7 +171,7 @@ class TeacherValues:
 
     def _all_values(self) -> Values:
         """Return the known values of every table."""
-        positions = {name: np.flatnonzero(known) for name, known in self._known.items()}
+        positions = {name: np.flatnonzero(mask) for name, mask in self._known.items()}
         return {name: (where, self._values[name][where]) for name, where in positions.items()}
 
     def _select_parts(self) -> tuple[list[Values], list[str]]:
@@ -233,18 +233,20 @@ class _TeacherPass:
         of_rank = rounds[:, run.rank].tolist()
         tokens = _TokenMap(samples)
         loader = iter(run.loader(samples, of_rank, collate_fn=samples.shape.batch))
-        done, count, logged = 0, FIRST_ROUNDS, time.monotonic()
-        while done < len(rounds):
+        position, count, logged = 0, FIRST_ROUNDS, time.monotonic()
+        while position < len(rounds):
             begun = time.monotonic()
             rows = [np.zeros((0, 2 * self._width_of_values + 2))]
-            for indices in of_rank[done : done + count]:
+            for indices in of_rank[position : position + count]:
                 watchdog.report_progress()
                 rows.append(self._evaluate(tokens, indices, next(loader)))
-            done += count
+            position += count
             values = self._gather(np.concatenate(rows))
             keep({name: (values[:, 0].astype(np.int64), values[:, 1:].astype(np.float32))})
             if time.monotonic() - logged > _LOG_SECONDS:
-                ranks.log_once(f"teacher    batch {min(done, len(rounds)):,} of {len(rounds):,}")
+                ranks.log_once(
+                    f"teacher    batch {min(position, len(rounds)):,} of {len(rounds):,}"
+                )
                 logged = time.monotonic()
             seconds = max(1e-3, ranks.broadcast(time.monotonic() - begun))
             count = max(1, min(FIRST_ROUNDS * count, math.floor(count * PART_SECONDS / seconds)))
