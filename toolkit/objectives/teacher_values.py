@@ -34,7 +34,7 @@ from toolkit.data.order.position import eval_batches
 from toolkit.data.prepare import TrainingData
 from toolkit.data.samples.batch import IGNORED
 from toolkit.data.samples.sample_shape import FILLER, Samples
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, TrainingError
 from toolkit.formats import assets_of
 from toolkit.models import build_on_meta
 from toolkit.objectives.reference_pass import (
@@ -76,7 +76,9 @@ class TeacherValues:
         self._k, self._root, self._data, self._next_part = cfg.distill.top_k, root, data, 1
         self._tables = ranks.on_all(lambda: row_tables(data))
         self._origin = ranks.on_main(lambda: _describe_origin(cfg, self._tables, data))
-        self._needed = ranks.on_all(lambda: {t.name: _needed_positions(t) for t in self._tables})
+        masks = ranks.on_all(lambda: {t.name: _find_positions(t) for t in self._tables})
+        self._predicting = {name: predicting for name, (predicting, _) in masks.items()}
+        self._needed = {name: needed for name, (_, needed) in masks.items()}
         # A row of a table: top-k ids, then k + 1 log-probabilities. Pages that are never written
         # take no memory.
         self._known = {name: np.zeros(len(mask), bool) for name, mask in self._needed.items()}
@@ -120,6 +122,7 @@ class TeacherValues:
 
         Raises:
             CheckpointError: a part cannot be written.
+            TrainingError: a value is not finite.
         """
         begun, count = time.monotonic(), 0
 
@@ -152,7 +155,7 @@ class TeacherValues:
             name, k = table.name, self._k
             values = self._values[name]
             # A micro-batch that reads a missing value must fail.
-            values[self._missing()[name], -1] = np.nan
+            values[self._predicting[name] & ~self._known[name], -1] = np.nan
             for samples in table.samples:
                 rows = samples.pieces.rows
                 rows.fill_column("teacher_ids", values[:, :k].astype(np.int32))
@@ -242,6 +245,15 @@ class _TeacherPass:
                 rows.append(self._evaluate(tokens, indices, next(loader)))
             position += count
             values = self._gather(np.concatenate(rows))
+            if not np.isfinite(values).all():
+                wrong = int(values[~np.isfinite(values).all(1), 0][0])
+                raise ranks.mark_collective(
+                    TrainingError(
+                        f"the teacher's probabilities of token {wrong:,} of {name} are not finite: "
+                        "expected numbers. Check the teacher's weights, or compute in another "
+                        "sharding.param_dtype"
+                    )
+                )
             keep({name: (values[:, 0].astype(np.int64), values[:, 1:].astype(np.float32))})
             if time.monotonic() - logged > _LOG_SECONDS:
                 ranks.log_once(
@@ -300,13 +312,13 @@ class _TokenMap:
     def __init__(self, samples: Samples) -> None:
         self._plan = samples.plan
         self._begins = np.asarray(samples.pieces.begins, np.int64)
-        self._lengths = np.asarray(samples.pieces.lengths, np.int64)
+        self.ends = self._begins + np.asarray(samples.pieces.lengths, np.int64)
+        """Position after the last token of each piece."""
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """Return (begin, end) of each piece of a sample; the end is excluded."""
         numbers = np.array([index]) if self._plan is None else self._plan.bin(index)
-        begins = self._begins[numbers]
-        return [*zip(begins.tolist(), (begins + self._lengths[numbers]).tolist(), strict=True)]
+        return [*zip(self._begins[numbers].tolist(), self.ends[numbers].tolist(), strict=True)]
 
     def positions(self, index: int) -> np.ndarray:
         """Return the position of each token of a sample; int64."""
@@ -317,23 +329,25 @@ class _TokenMap:
         return any(mask[begin:end].any() for begin, end in self.pieces(index))
 
 
-def _needed_positions(table: RowTable) -> np.ndarray:
-    """Find the positions that predict a supervised token of a sample that the run reads.
+def _find_positions(table: RowTable) -> tuple[np.ndarray, np.ndarray]:
+    """Find the positions that predict a supervised token.
 
     Returns:
-        bool [tokens of all rows].
+        Masks [tokens of all rows]: these positions in all samples, and in those that the run reads.
     """
     rows = table.rows
     labels = [rows.labels(row) for row in range(len(rows))]
     is_supervised = np.concatenate([np.zeros(0, np.int64), *labels]) != IGNORED
-    needed = np.zeros(rows.total, bool)
+    predicting = np.append(is_supervised[1:], False)
+    is_read = np.zeros(rows.total, bool)
     for samples, read in zip(table.samples, table.reads, strict=True):
         tokens = _TokenMap(samples)
+        # Nothing predicts the first token of a piece.
+        predicting[tokens.ends - 1] = False
         for index in np.unique(read).tolist():
             for begin, end in tokens.pieces(index):
-                # Nothing predicts the first token of a piece.
-                needed[begin : end - 1] |= is_supervised[begin + 1 : end]
-    return needed
+                is_read[begin:end] = True
+    return predicting, predicting & is_read
 
 
 def _describe_origin(cfg: DistillConfig, tables: list[RowTable], data: TrainingData) -> Origin:
