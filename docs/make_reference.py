@@ -31,18 +31,18 @@ from toolkit.config.parse import describe_type, flatten_settings
 HERE = Path(__file__).parent / "reference"
 SETTINGS = """# Settings
 
-Every setting of `toolkit train` (pretrain), `toolkit finetune` and `toolkit prefer`, written by
+Every setting of `toolkit train` (pretrain), `finetune`, `prefer` and `distill`, written by
 `docs/make_reference.py` from the dataclasses in `toolkit/config/`. A setting is given in the YAML
 file of `--config`, by section, or as a flag `--section.setting VALUE`, which wins. `--print_config`
 shows all values of a run. "Empty" is `null` in YAML. If the kinds of runs have different defaults,
-`/` separates them in the order pretraining, fine-tuning, preference tuning. The last default also
-applies to the kinds after it.
+`/` separates them in the order pretraining, fine-tuning, preference tuning, distillation. The last
+default also applies to the kinds after it.
 """
 COMMANDS = """# Commands
 
 What `toolkit COMMAND --help` prints, collected by `docs/make_reference.py`. Exit codes: 0 done, 1
-failed with one line on stderr, 2 wrong usage or a wrong setting. `toolkit train`,
-`toolkit finetune` and `toolkit prefer` take all [settings](settings.md) as flags; with
+failed with one line on stderr, 2 wrong usage or a wrong setting. `toolkit train`, `finetune`,
+`prefer` and `distill` take all [settings](settings.md) as flags; with
 `TOOLKIT_TRACEBACK=1` in the environment they print the traceback of an error.
 """
 CONFIGS = """# Ready configs
@@ -200,6 +200,8 @@ def what_is_trained(config: dict[str, Any]) -> str:
         return f"{objective}, {'LoRA' if lora.get('r') else 'all parameters'}"
     if lora.get("r"):
         return "QLoRA" if lora.get("load_in_4bit") else "LoRA"
+    if "teacher" in config:
+        return f"all parameters, distilled from {config['teacher']['name_or_path']}"
     if config["model"].get("init") == "random":
         return "pretraining, from random weights"
     return "all parameters"

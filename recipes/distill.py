@@ -39,12 +39,13 @@ def distill(cfg: DistillConfig, run: Run) -> None:
     # ---- The training state: new, or restored from a checkpoint ----------------------------------
     # The newest checkpoint that verifies, if there is one. The data position is set to it.
     saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
+    objective.restore(model, data, folder.root, saved)  # reads stored values of the teacher
     assembly.load_weights(sharded, cfg, run, empty=saved is not None)  # and adapters of `lora.from`
-    run.log(objective.prepare(sharded))  # loads the teacher, sharded over the ranks
+    run.log(objective.prepare(sharded))  # loads the teacher, or stores its values and frees it
     training.seed_everything(cfg.seed, run.rank)
     optimizer = training.build_optimizer(model, cfg.optim)  # after sharding: its state is sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
-    state = TrainState(model, optimizer, scheduler, data.position)
+    state = TrainState(model, optimizer, scheduler, data.position, files=objective.files)
     checkpoint.restore(state, saved)
     stopping = training.build_early_stopping(cfg.train, cfg.checkpoint, state.extra)
     folder.save_config(state, data, has_ended=stopping.should_stop)

@@ -24,6 +24,7 @@ from markdown_it import MarkdownIt
 
 from toolkit import cli, recipes
 from toolkit.config import flatten_settings, parse
+from toolkit.config.distill import DistillConfig
 from toolkit.config.other_tools import TOOL_TITLES
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
@@ -169,7 +170,7 @@ def _program(word: str) -> str:
 
 
 def _toolkit(words: list[str]) -> None:
-    if words[1] in ("train", "finetune", "prefer"):
+    if words[1] in ("train", "finetune", "prefer", "distill"):
         recipe = {"train": "pretrain"}.get(words[1], words[1])
         with (
             mock.patch("toolkit.recipes._launch", side_effect=lambda argv, *_: _launch(argv)),
@@ -344,7 +345,8 @@ def help_of(command: str) -> str:
 @cache
 def settings() -> dict[str, object]:
     """Return name -> default of every setting."""
-    return flatten_settings(PreferConfig(FinetuneModelConfig("x")))
+    model = FinetuneModelConfig("x")
+    return flatten_settings(PreferConfig(model)) | flatten_settings(DistillConfig(model))
 
 
 def check_yaml(block: Block, folder: Path) -> str:
@@ -366,6 +368,7 @@ def check_yaml(block: Block, folder: Path) -> str:
     file.write_text(block.text, "utf-8")
     try:
         kind = PreferConfig if "preference" in content else FinetuneConfig
+        kind = DistillConfig if "teacher" in content else kind
         parse(kind, ["--config", str(file), *model(whole)])
     except ConfigError as error:
         raise Wrong(f"{block.page.name}:{block.line}: {error}") from error

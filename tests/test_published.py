@@ -134,7 +134,7 @@ _PLANNED = re.compile(
     r"# Planned: ([\d.]+) GB of each device's (\d+)GB \(toolkit plan FILE --world_size (\d+) "
     r"--device_memory (\d+)GB\)"
 )
-_COMMAND = re.compile(r"#   toolkit (train|finetune|prefer) (recipes/configs/[\w.]+\.yaml)")
+_COMMAND = re.compile(r"#   toolkit (train|finetune|prefer|distill) (recipes/configs/[\w.]+\.yaml)")
 # Planning a preference run takes about a minute, so one config of each objective is planned.
 PREFERENCES = [file for file in CONFIGS if "kind: prefer" in file.read_text("utf-8")]
 PLANNED_PREFERENCES = {
@@ -181,11 +181,12 @@ def test_a_shipped_config_needs_what_it_says_and_fits(file: Path, tmp_path) -> N
     text = file.read_text("utf-8")
     needed, memory, world, again = (float(n) for n in _PLANNED.search(text).groups())  # type: ignore[union-attr]
     assert memory == again
-    name = re.search(r"^  name_or_path: (\S+)", text, re.MULTILINE)[1]  # type: ignore[index]
-    local = tmp_path / "local.yaml"
-    local.write_text(
-        text.replace(f"name_or_path: {name}", f"name_or_path: {folder_of(name, tmp_path)}")
-    )
+    local, content = tmp_path / "local.yaml", text
+    name, *teachers = re.findall(r"^  name_or_path: (\S+)", text, re.MULTILINE)
+    for each in (name, *teachers):
+        folder = folder_of(each, tmp_path)
+        content = content.replace(f"name_or_path: {each}\n", f"name_or_path: {folder}\n")
+    local.write_text(content)
     command = _COMMAND.search(text)[1]  # type: ignore[index]
     shipped = load(config_of_command(command), local)
     argv = ["plan", str(local), "--world_size", f"{world:.0f}", "--json", "--device_memory"]

@@ -11,6 +11,7 @@ from conftest import ROOT
 from toolkit import recipes
 from toolkit.config import flatten_settings
 from toolkit.config.data import SourceConfig
+from toolkit.config.distill import DistillConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
     FinetuneModelConfig,
@@ -28,7 +29,8 @@ def unlisted(page: str) -> set[str]:
     rows = set(
         re.findall(r"^\| `([\w.\[\]]+)` (?:\| [^|]+ ){3}\| [\w`][^|]* \|$", page, re.MULTILINE)
     )
-    every = PretrainConfig(ModelConfig("x")), PreferConfig(FinetuneModelConfig("x"))
+    tuned = [kind(FinetuneModelConfig("x")) for kind in (PreferConfig, DistillConfig)]
+    every = PretrainConfig(ModelConfig("x")), *tuned
     settings = {name for cfg in every for name in flatten_settings(cfg)}
     return (
         settings | {f"data.sources[].{name}" for name in flatten_settings(SourceConfig())}
@@ -62,7 +64,7 @@ def test_every_command_is_there() -> None:
 def test_every_ready_config_is_in_the_table() -> None:
     page = (FOLDER / "configs.md").read_text("utf-8")
     named = re.findall(
-        r"^\| [\w./-]+ \| [\w ,-]+ \| \d+ \| [\d.]+ GB of \d+ GB \| `([\w.]+)` \|$", page, re.M
+        r"^\| [\w./-]+ \| [\w ,./-]+ \| \d+ \| [\d.]+ GB of \d+ GB \| `([\w.]+)` \|$", page, re.M
     )
     reproducing = re.findall(r"^\| `([\w.]+)` \| [^|]*\d[^|]* \|$", page, re.M)
     assert len(reproducing) >= 2

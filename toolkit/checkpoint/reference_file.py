@@ -1,4 +1,4 @@
-"""The file of the reference of preference tuning, and the parts of an unfinished pass.
+"""The file of values of a frozen model, such as a reference, and the parts of an unfinished pass.
 
     step-N/reference.safetensors    in every checkpoint of such a run, and so in its manifest
     RUN/reference.parts/            the values that a pass before the first step has computed so
@@ -6,9 +6,11 @@
                                     is deleted after the next commit
 
 Both hold, for each table of rows, `NAME.answers` (int64: 2 * row + side) and `NAME.logps` (float32,
-finite). Their metadata hold the origin: everything that the values depend on.
+finite). Their metadata hold the origin: everything that the values depend on. In distillation,
+`answers` are positions of tokens, counted over all rows, and `logps` has a list for each of them.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -21,10 +23,12 @@ import safetensors.numpy
 import xxhash
 from safetensors import SafetensorError
 
+from toolkit.checkpoint import commit
 from toolkit.checkpoint.local_folder import raise_disk_errors
 from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError, one_line
 from toolkit.formats.synced_files import fsync_with_parents
+from toolkit.training.train_state import StateFile
 
 FILE = "reference.safetensors"
 PARTS = "reference.parts"
@@ -82,13 +86,42 @@ def decode(content: bytes, file: object) -> tuple[Origin, Values]:
     return origin, values
 
 
+def read_saved_values(saved: Folder) -> tuple[Origin, Values, StateFile]:
+    """Read the stored values of a checkpoint, which its manifest lists.
+
+    Returns:
+        The origin, the values, and the file for `TrainState.files`.
+
+    Raises:
+        CheckpointError: the checkpoint has no such file, or the file is damaged.
+    """
+    file = saved / FILE
+    entry = commit.read_manifest(saved)["files"].get(FILE)
+    if entry is None:
+        raise CheckpointError(
+            f"{saved} holds no {FILE}, which this run needs: expected a checkpoint of a run with "
+            "the same settings. Start in another output_dir"
+        )
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise CheckpointError(
+            f"{file} has other bytes than were saved. Start again: a damaged checkpoint is set "
+            "aside, and the run resumes from the one before it"
+        )
+    origin, values = decode(content, file)
+    return origin, values, StateFile(content, entry["sha256"])
+
+
 def _is_valid_table(answers: np.ndarray, logps: np.ndarray) -> bool:
     """Return True if both arrays have the expected dtypes, equal lengths and valid values.
 
     Numbers of answers are non-negative int64, log-probabilities are finite float32.
     """
     kinds = answers.dtype == np.int64 and logps.dtype == np.float32
-    shapes = answers.ndim == 1 and answers.shape == logps.shape
+    shapes = answers.ndim == 1 and logps.ndim >= 1 and len(answers) == len(logps)
     return bool(kinds and shapes and (answers >= 0).all() and np.isfinite(logps).all())
 
 

@@ -62,12 +62,21 @@ class DistillationConfig:
     top_k: AtLeast1 | None = None
     """Compare the probabilities of this many tokens, the teacher's most likely ones at each
     position, and of all other tokens together. Empty: of every token."""
+    stored: bool = False
+    """Evaluate the teacher once, before the first step, and store its top_k tokens of each
+    supervised position in every checkpoint, 12 + 8 x top_k bytes each. The teacher is not held
+    during training."""
 
     def __post_init__(self) -> None:
         if self.alpha == 0:
             raise ConfigError(
                 "distill.alpha 0 leaves only the cross entropy, for which no teacher is needed: "
                 "set a weight above 0, or use `toolkit finetune`"
+            )
+        if self.stored and self.top_k is None:
+            raise ConfigError(
+                "distill.stored needs distill.top_k, the number of the teacher's tokens that are "
+                "stored of each position; 16 to 64 are usual"
             )
 
 
@@ -78,6 +87,11 @@ class DistillConfig(FinetuneConfig):
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     distill: DistillationConfig = field(default_factory=DistillationConfig)
     output_dir: str = "runs/distill"
+
+    @property
+    def rows(self) -> str:
+        """Name of the row format: examples, with stored values of the teacher if there are any."""
+        return f"examples+top{self.distill.top_k}" if self.distill.stored else "examples"
 
     @property
     def frozen_models(self) -> dict[str, ModelConfig]:
@@ -104,4 +118,9 @@ class DistillConfig(FinetuneConfig):
             raise ConfigError(
                 "train.z_loss is not supported in distillation, where the teacher determines the "
                 "distribution; remove it"
+            )
+        if self.distill.stored and self.data.streaming:
+            raise ConfigError(
+                "distill.stored evaluates the teacher on all rows before the first step, but the "
+                "rows of data.streaming are not known then; remove one of them"
             )

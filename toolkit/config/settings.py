@@ -285,7 +285,7 @@ class TrainConfig:
     usual."""
     z_loss: NonNegative = 0.0
     """Weight of the mean square of log Z of the logits, which is added to the loss; 1e-4 is usual.
-    Not available in preference tuning."""
+    Not available in preference tuning and distillation."""
     skip_spikes: Positive | None = None
     """Skip a step, and count it as bad, if its loss or gradient norm is more than this many
     deviations above the median of the preceding 128 steps. 6 is usual. Empty: no such check."""
@@ -343,7 +343,7 @@ class FinetuneTrainConfig(TrainConfig):
     its reference must be the same function."""
     label_smoothing_factor: Fraction = 0.0
     """Share of the target that is spread over the vocabulary while training. Not available in
-    preference tuning, which has preference.label_smoothing."""
+    distillation, and in preference tuning, which has preference.label_smoothing."""
     early_stopping_patience: AtLeast1 | None = None
     """Stop after so many evaluations without a better metric_for_best_model. Empty: never."""
     eval_prompts: list[str] = field(default_factory=list)

@@ -5,8 +5,10 @@ code asks the format for its properties and never compares names. To train on ro
 register a `RowFormat` and return its name from the property `rows` of your config class.
 """
 
+import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import datasets
@@ -210,12 +212,27 @@ def register_row_format(row_format: RowFormat) -> RowFormat:
     return row_format
 
 
+@functools.cache
+def _examples_with_teacher(k: int) -> RowFormat:
+    """Return the format of examples with a teacher's `k` most likely tokens at each position."""
+    columns = {
+        "teacher_ids": Column("int32", per="token", shape=(k,), late=True),
+        "teacher_logps": Column("float32", per="token", shape=(k + 1,), late=True),
+    }
+    return replace(EXAMPLES, name=f"{EXAMPLES.name}+top{k}", columns=columns)
+
+
 def find_row_format(name: str) -> RowFormat:
     """Look up a row format by its name.
+
+    `examples+topK`, such as `examples+top8`, are examples with the K most likely tokens of a
+    teacher at each position, and the log-probabilities of these and of all other tokens.
 
     Raises:
         ConfigError: no row format has this name; the message lists the known ones.
     """
+    if match := re.fullmatch(r"examples\+top([0-9]+)", name):
+        return _examples_with_teacher(int(match[1]))
     if name not in _FORMATS:
         raise ConfigError(
             f"expected one of the row formats {', '.join(_FORMATS)}, got {name!r}; call "

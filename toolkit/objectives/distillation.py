@@ -1,20 +1,26 @@
 """The objective of distillation: imitate a frozen teacher with the same vocabulary."""
 
+import gc
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit import ranks
 from toolkit.config.distill import DISTILL_METRICS, DistillConfig
-from toolkit.config.settings import ModelConfig
+from toolkit.config.settings import ModelConfig, model_settings
+from toolkit.data.prepare import TrainingData
 from toolkit.data.samples.batch import Batch
 from toolkit.data.tokens.tokenizer import load_tokenizer, use_model_tokenizer
-from toolkit.errors import ModelError
+from toolkit.errors import ConfigError, ModelError
 from toolkit.mesh import Mesh
 from toolkit.models import build_on_meta, vocabulary_size
 from toolkit.objectives.objective import Objective, register
+from toolkit.objectives.teacher_values import TeacherValues, teacher_values_bytes
+from toolkit.sharding import Sharded
 from toolkit.training.distillation import distillation_loss, run_teacher
-from toolkit.training.head_divergence import Divergence
+from toolkit.training.head_divergence import Divergence, StoredTeacher, Teacher, TopLogps
 from toolkit.training.loss import LossSum
 
 TEACHER = "teacher"
@@ -41,20 +47,76 @@ class Distillation(Objective):
         self.divergence = Divergence(
             settings.temperature, settings.alpha, is_reverse, settings.top_k
         )
+        self._values: TeacherValues | None = None
 
     def check_models(self, model: PreTrainedModel, model_cfg: ModelConfig) -> str:
-        """Refuse a teacher whose vocabulary is not that of the trained model.
+        """Refuse a teacher whose vocabulary is not that of the trained model. Collective.
 
         See `compare_vocabularies`.
         """
-        teacher_cfg = self.models[TEACHER]
-        teacher = build_on_meta(teacher_cfg)
-        return compare_vocabularies(
-            load_tokenizer(model_cfg),
-            load_tokenizer(use_model_tokenizer(teacher_cfg)),
-            (vocabulary_size(model), vocabulary_size(teacher)),
-            (model_cfg.name_or_path, teacher_cfg.name_or_path),
-        )
+        teacher_cfg = use_model_tokenizer(self.models[TEACHER])
+
+        def compare() -> str:
+            rows = vocabulary_size(model), vocabulary_size(build_on_meta(teacher_cfg))
+            k = self.divergence.top_k
+            if k is not None and k > min(rows):
+                raise ConfigError(
+                    f"distill.top_k {k}: expected at most the {min(rows):,} tokens of the "
+                    "vocabulary; remove it to compare all of them"
+                )
+            return compare_vocabularies(
+                load_tokenizer(model_cfg),
+                load_tokenizer(teacher_cfg),
+                rows,
+                (model_cfg.name_or_path, teacher_cfg.name_or_path),
+            )
+
+        return ranks.on_all(compare)
+
+    @cached_property
+    def _stored_width(self) -> int:
+        """Number of tokens of the vocabulary that the stored distributions cover."""
+        models = (model_settings(self.cfg), self.models[TEACHER])
+        return min(vocabulary_size(build_on_meta(cfg)) for cfg in models)
+
+    def restore(self, model: nn.Module, data: TrainingData, root: Any, saved: Any) -> None:
+        """Read the stored values of the teacher from a checkpoint, if `distill.stored`. Collective.
+
+        Raises:
+            CheckpointError: the checkpoint has no values, or those of other rows, another teacher
+                or other settings.
+        """
+        if self.cfg.distill.stored:
+            self._values = TeacherValues(self.cfg, data, root, saved)
+
+    def prepare(self, sharded: Sharded) -> str:
+        """Load the teacher; or, if `distill.stored`, complete its values and free it. Collective.
+
+        Returns:
+            A line for the log.
+
+        Raises:
+            RuntimeError: `distill.stored` is set, and `restore` was not called.
+        """
+        if not self.cfg.distill.stored:
+            return super().prepare(sharded)
+        if self._values is None:
+            raise RuntimeError("call restore before prepare")
+        lines = [self._values.load_parts()]
+        if not self._values.is_complete:
+            ranks.log_once(super().prepare(sharded))
+            frozen = self.frozen.pop(TEACHER)
+            lines.append(self._values.complete(frozen, self.divergence, self._stored_width))
+            del frozen
+            gc.collect()  # modules hold each other in cycles
+        self._values.attach()
+        self.files = self._values.files
+        summary = "; ".join(filter(None, lines)) or "all positions read from the checkpoint"
+        return f"teacher    {summary}; each checkpoint holds the values"
+
+    def file_bytes(self, data: TrainingData) -> int:
+        """Estimate an upper limit of the bytes of stored values in each checkpoint."""
+        return teacher_values_bytes(self.cfg, data) if self.cfg.distill.stored else 0
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """Sum the loss over the supervised tokens of a micro-batch, with its parts as metrics."""
@@ -69,8 +131,14 @@ class Distillation(Objective):
     def _compute_loss(self, model: nn.Module, batch: Batch, **options: Any) -> LossSum:
         """Run the teacher and then the model on a micro-batch; see `distillation_loss`."""
         options["device_type"] = self.device_type
-        frozen = self.frozen[TEACHER].model
-        teacher = run_teacher(frozen, batch, self.divergence, self.device_type)
+        teacher: Teacher
+        if self.cfg.distill.stored:
+            ids, logps = batch.columns["teacher_ids"], batch.columns["teacher_logps"]
+            top = TopLogps(ids.flatten(0, 1), logps.flatten(0, 1))
+            teacher = StoredTeacher(top, self._stored_width)
+        else:
+            frozen = self.frozen[TEACHER].model
+            teacher = run_teacher(frozen, batch, self.divergence, self.device_type)
         return distillation_loss(model, teacher, batch, self.divergence, **options)
 
 

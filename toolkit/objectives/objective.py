@@ -72,10 +72,10 @@ class Objective:
     # ---- Before the first step
 
     def check_models(self, model: PreTrainedModel, model_cfg: ModelConfig) -> str:
-        """Refuse frozen models that do not fit the trained one; by default, all fit.
+        """Refuse frozen models that do not fit the trained one; by default, all fit. Collective.
 
-        Called before processes start, in rehearsals, and by the main rank of a run before its data
-        is prepared. Reads config.json and tokenizers only.
+        Called before processes start, in rehearsals, and by a run before its data is prepared.
+        Reads config.json and tokenizers only.
 
         Args:
             model: the trained model on meta, without adapters.

@@ -76,6 +76,8 @@ class RowTable:
         content, tokens = xxhash.xxh3_128(), self.rows.tokens
         content.update(self.rows.lengths().tobytes())
         for column in ("input_ids", "spans", "second"):
+            if column not in tokens.column_names:
+                continue
             content.update(column.encode())
             for chunk in tokens.data.column(column).chunks:
                 if column == "spans":

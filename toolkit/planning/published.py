@@ -34,20 +34,25 @@ def with_known_shape(cfg: Any) -> tuple[Any, str]:
     """Use the toolkit's own config.json of a well-known model if the Hub's cannot be read.
 
     Returns:
-        The settings, and a note for the user. If the toolkit's copy is used, `model.name_or_path`
-        is a temporary folder. Otherwise `cfg` and an empty note are returned.
+        (settings, note). If the toolkit's copy is used, the model or its teacher is a temporary
+        folder, and the note says so. Otherwise `cfg` and an empty note are returned.
     """
-    name = cfg.model.name_or_path
-    if name not in published():
+    copied = list[str]()
+    for role, model in {"model": cfg.model, **cfg.frozen_models}.items():
+        name = model.name_or_path
+        if name not in published():
+            continue
+        try:
+            formats.local_folder(name, model.revision)
+        except ModelError:
+            folder = str(_temporary_folder(name))
+            local = dataclasses.replace(model, name_or_path=folder, revision=None)
+            cfg = dataclasses.replace(cfg, **{role: local})
+            copied.append(name)
+    if not copied:
         return cfg, ""
-    try:
-        formats.local_folder(name, cfg.model.revision)
-        return cfg, ""
-    except ModelError:
-        folder = _temporary_folder(name)
-    model = dataclasses.replace(cfg.model, name_or_path=str(folder), revision=None)
-    note = f"config.json of {name} cannot be read here; the plan uses the toolkit's own copy of it"
-    return dataclasses.replace(cfg, model=model), note
+    names = " and ".join(copied)
+    return cfg, f"config.json of {names} cannot be read here; the plan uses the toolkit's own copy"
 
 
 # Folders that exist until this process ends.

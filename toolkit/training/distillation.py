@@ -13,9 +13,18 @@ import torch
 from torch import nn
 
 from toolkit.data.samples.batch import Batch
-from toolkit.training.head_divergence import Divergence, HeadDivergence, Teacher, TeacherHead
-from toolkit.training.head_loss import HeadLoss, LogitMap
+from toolkit.training.head_divergence import (
+    Divergence,
+    HeadDivergence,
+    Teacher,
+    TeacherHead,
+    TopLogps,
+)
+from toolkit.training.head_loss import IGNORE_INDEX, HeadLoss, LogitMap
 from toolkit.training.loss import LossSum, find_head_loss, run_in_head
+
+# Positions whose logits exist at the same time in a pass of the teacher.
+_POSITIONS_PER_CHUNK = 512
 
 
 def distillation_loss(
@@ -83,6 +92,35 @@ def run_teacher(
     gathered: Callable[[], Any] = partial(_gathered, teacher, head)
     flat = hidden.flatten(0, 1)
     return TeacherHead(flat, head.forward, head.vocabulary, head.logit_map, divergence, gathered)
+
+
+@torch.no_grad()
+def evaluate_teacher(
+    model: nn.Module, batch: Batch, divergence: Divergence, width: int
+) -> TopLogps:
+    """Compute the teacher's top-k log-probabilities at the supervised positions. Collective.
+
+    Args:
+        model: the teacher, in eval mode.
+        batch: the micro-batch.
+        divergence: the loss of a token; its `top_k` is set.
+        width: number of tokens of the vocabulary that the distribution covers.
+
+    Returns:
+        The values at the positions with a target, in their order.
+    """
+    teacher = run_teacher(model, batch, divergence)
+    positions = (batch.targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    assert divergence.top_k is not None
+    ids = [positions.new_zeros(0, divergence.top_k)]
+    logps = [teacher.hidden.new_zeros(0, divergence.top_k + 1, dtype=torch.float32)]
+    with teacher.gathered():
+        for chunk in positions.split(_POSITIONS_PER_CHUNK):
+            top = teacher.logps(chunk, width)
+            assert isinstance(top, TopLogps)
+            ids.append(top.ids)
+            logps.append(top.logps.float())
+    return TopLogps(torch.cat(ids), torch.cat(logps))
 
 
 def _keep_input(

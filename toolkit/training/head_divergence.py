@@ -95,6 +95,23 @@ class TeacherHead:
 
 
 @dataclass(frozen=True)
+class StoredTeacher:
+    """The stored top-k log-probabilities of a teacher at every position of a micro-batch."""
+
+    top: TopLogps
+    """Of the flattened positions, [B x T, ...]."""
+    vocabulary: int
+
+    def gathered(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context without effect."""
+        return contextlib.nullcontext()
+
+    def logps(self, positions: torch.Tensor | slice, width: int) -> TopLogps:
+        """Select the values of some positions; see `Teacher`."""
+        return TopLogps(self.top.ids[positions].long(), self.top.logps[positions])
+
+
+@dataclass(frozen=True)
 class HeadDivergence(HeadLoss):
     """Compute the loss of `Divergence` inside the forward of the model's head.
 
