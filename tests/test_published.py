@@ -135,13 +135,9 @@ _PLANNED = re.compile(
     r"--device_memory (\d+)GB\)"
 )
 _COMMAND = re.compile(r"#   toolkit (train|finetune|prefer|distill) (recipes/configs/[\w.]+\.yaml)")
-# Planning a preference run takes about a minute, so one config of each objective is planned.
+# Planning a preference run takes about a minute, so two of these configs are planned again.
 PREFERENCES = [file for file in CONFIGS if "kind: prefer" in file.read_text("utf-8")]
-PLANNED_PREFERENCES = {
-    "qwen3_8b_dpo_full_8gpu",
-    "qwen3_30b_a3b_kto_lora_8gpu",
-    "qwen3_8b_reward_full_8gpu",
-}
+PLANNED_PREFERENCES = {"qwen3_8b_dpo_full_8gpu", "qwen3_8b_kto_lora_1gpu"}
 PLANNED = [file for file in CONFIGS if file not in PREFERENCES or file.stem in PLANNED_PREFERENCES]
 
 
@@ -188,18 +184,14 @@ def test_a_shipped_config_needs_what_it_says_and_fits(file: Path, tmp_path) -> N
         content = content.replace(f"name_or_path: {each}\n", f"name_or_path: {folder}\n")
     local.write_text(content)
     command = _COMMAND.search(text)[1]  # type: ignore[index]
-    shipped = load(config_of_command(command), local)
+    load(config_of_command(command), local)
     argv = ["plan", str(local), "--world_size", f"{world:.0f}", "--json", "--device_memory"]
     # A process of its own, as a user's: what tests compiled before has changed a plan.
     done = run_toolkit(*argv, f"{memory:.0f}GB", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["memory"] / 1e9 == pytest.approx(needed, abs=max(0.1, 0.02 * needed))
-    smallest = PUBLISHED[name].parameters
-    if isinstance(shipped, PreferConfig) and shipped.preference.loss_type == "reward":
-        # A reward model has one row instead of the head, which these models do not tie.
-        smallest -= PUBLISHED[name].config["vocab_size"] * PUBLISHED[name].config["hidden_size"]
-    assert found["parameters"] >= smallest
+    assert found["parameters"] >= PUBLISHED[name].parameters
     assert memory - needed > 0.02 * memory  # a margin
     if file.stem == CONTROL:  # a smaller device is said to be too small
         short = int(needed * 0.9e9)

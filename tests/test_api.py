@@ -1,0 +1,234 @@
+"""The Python API: a run from rows in memory, with real processes, and what can be made of it."""
+
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import yaml
+from chat_templates import CHATML
+from conftest import save_byte_tokenizer, save_tiny_model
+from distributed import run_recipe_ranks
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import toolkit
+from toolkit import api
+from toolkit.data.cached_rows import store_rows
+from toolkit.errors import ConfigError, LaunchError, ToolkitError
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{n}+1?"}, {"role": "assistant", "content": "ok"}]}
+    for n in range(40)
+]
+
+
+@pytest.fixture(autouse=True)
+def rows_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny_model(
+        tmp_path_factory.mktemp("model"), vocab_size=320, max_position_embeddings=128
+    )
+    tokenizer = AutoTokenizer.from_pretrained(save_byte_tokenizer(folder))
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
+    tokenizer.chat_template = CHATML.replace("«", "").replace("»", "")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# ---- Rows
+
+
+def test_equal_rows_are_one_file_and_other_rows_another() -> None:
+    first = store_rows(datasets.Dataset.from_list(ROWS), "data.train_files")
+    assert store_rows(list(ROWS), "data.train_files") == first
+    assert store_rows(ROWS[1:], "data.train_files") != first
+    assert datasets.Dataset.from_parquet(first).to_list() == ROWS
+    assert [file.suffix for file in Path(first).parent.iterdir()] == [".parquet"] * 2
+
+
+def test_paths_stay_paths() -> None:
+    assert store_rows("a/*.jsonl", "x") == "a/*.jsonl"
+    assert store_rows([Path("a.jsonl"), "b.jsonl"], "x") == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
+            r"data=dataset\['train",
+        ),
+        (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "data.streaming"),
+        (datasets.Dataset.from_list(ROWS).select([]), "has no rows"),
+        ([], "a list of dicts, or paths, got list"),
+        (7, "got int"),
+    ],
+)
+def test_other_rows_are_refused(rows, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        store_rows(rows, "data.train_files")
+
+
+# ---- Settings: what the command gets
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Collect commands and the content of their configs instead of running them."""
+    commands: list = []
+
+    def record(arguments, quiet):
+        commands.append((arguments, yaml.safe_load(Path(arguments[1]).read_text("utf-8"))))
+
+    monkeypatch.setattr(api, "run_command", record)
+    monkeypatch.setattr(api, "Run", lambda path, quiet: path)
+    return commands
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in api.KINDS])
+def test_each_kind_of_run_has_a_function(kind: str, started: list) -> None:
+    start = getattr(toolkit, kind)
+    assert start(model="m", data="o/n", output_dir="runs/x", train={"max_steps": 3}) == "runs/x"
+    ((command, *_), content) = started[0]
+    assert command == api.find_kind(kind).command
+    assert content == {
+        "train": {"max_steps": 3},
+        "model": {"name_or_path": "m"},
+        "data": {"dataset_name": "o/n"},
+        "output_dir": "runs/x",
+    }
+
+
+def test_a_config_file_is_overridden_section_by_section(started: list, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {name_or_path: a, dtype: float32}\ntrain: {max_steps: 9}\nseed: 3\n")
+    toolkit.finetune(
+        config=file, model={"name_or_path": "b"}, output_dir=tmp_path, num_processes=2,
+        data={"train_files": "x.jsonl", "sequence_length": 64}, accelerate_config="cpu",
+    )  # fmt: skip
+    arguments, content = started[0]
+    assert arguments[2:] == ["--num_processes", "2", "--accelerate_config", "cpu"]
+    assert content["model"] == {"name_or_path": "b", "dtype": "float32"}
+    assert content["train"] == {"max_steps": 9}
+    assert content["data"] == {"train_files": "x.jsonl", "sequence_length": 64}
+
+
+@pytest.mark.parametrize(("has_gpu", "name"), [(True, "one_node"), (False, "cpu")])
+def test_several_processes_have_a_launch_config(has_gpu, name, started, monkeypatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    toolkit.finetune(model="m", data="o/n", output_dir="r", num_processes=2)
+    toolkit.finetune(model="m", data="o/n", output_dir="r", num_processes=1)
+    assert started[0][0][2:] == ["--num_processes", "2", "--accelerate_config", name]
+    assert started[1][0][2:] == ["--num_processes", "1"]
+
+
+def test_data_that_is_no_hub_id_is_a_file(started: list, tmp_path: Path) -> None:
+    for text, setting in (
+        ("data/rows.jsonl", "train_files"),
+        ("org/rows-v1.1", "dataset_name"),
+        ("org/*", "train_files"),
+        (str(tmp_path), "train_files"),
+    ):
+        toolkit.finetune(model="m", data=text, output_dir="r")
+        assert started[-1][1]["data"] == {setting: text}
+
+
+def test_wrong_arguments_are_refused_before_a_process() -> None:
+    with pytest.raises(ConfigError, match="expected output_dir"):
+        toolkit.finetune(model="m", data="o/n")
+    with pytest.raises(ConfigError, match="model: expected text, a path or a dict"):
+        toolkit.finetune(model=object(), output_dir="r")
+    with pytest.raises(ConfigError, match="no kind of run 'distil'"):
+        toolkit.run("distil", output_dir="r")
+    with pytest.raises(ConfigError, match="expected the output_dir of a run"):
+        toolkit.Run("nowhere")
+    with pytest.raises(AttributeError, match="no attribute 'finetun'"):
+        toolkit.finetun  # noqa: B018 - reading the name is the test
+
+
+# ---- Real processes
+
+
+def test_an_error_is_the_line_of_the_command(capfd) -> None:
+    with pytest.raises(ConfigError, match=r"^config file nowhere.yaml does not exist"):
+        api.run_command(["finetune", "nowhere.yaml"])
+    assert "toolkit: error: config file nowhere.yaml" in capfd.readouterr().out
+    with pytest.raises(ToolkitError):
+        api.run_command(["verify", "nowhere"], quiet=True)
+    assert not capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_from_rows_to_an_export(chat_model: Path, tmp_path: Path, capsys) -> None:
+    run = toolkit.finetune(
+        model=chat_model,
+        data={"train_files": datasets.Dataset.from_list(ROWS), "sequence_length": 64},
+        eval_data=datasets.Dataset.from_list(ROWS[:4]),
+        output_dir=tmp_path / "run",
+        lora={"r": 4},
+        sharding={"param_dtype": "float32"},
+        train={"max_steps": 4, "logging_steps": 1},
+        checkpoint={"save_steps": 2},
+        num_processes=2,
+    )
+    printed = capsys.readouterr().out
+    assert "2 process(es) on cpu" in printed
+    assert "step 4/4" in printed
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    assert run.metrics[-1]["eval_loss"] > 0
+    assert run.checkpoint is not None
+    assert run.checkpoint.name == "step-00000004"
+    # The command line continues the run with its saved config.
+    flags = ["--config", str(run.config_file), "--train.max_steps", "5"]
+    result = run_recipe_ranks("finetune", 1, *flags, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line["step"] for line in toolkit.Run(run.path).metrics][-1] == 5
+    merged = run.export(tmp_path / "merged", merge=True)
+    run.verify(merged)
+    AutoModelForCausalLM.from_pretrained(merged)
+    damaged = next(merged.glob("*.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(ToolkitError, match=damaged.name):
+        run.verify(merged)
+    assert run.report(tmp_path / "page").is_file()
+
+
+@pytest.mark.faults
+def test_the_stop_button_saves_a_checkpoint(chat_model: Path, tmp_path: Path, monkeypatch) -> None:
+    printed: list[str] = []
+
+    def press_stop(line: str, **_: object) -> None:
+        printed.append(line)
+        if line.startswith("step ") and not printed[-2].startswith("step "):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "print", press_stop, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        toolkit.finetune(
+            model=chat_model,
+            data={"train_files": ROWS, "sequence_length": 64},
+            output_dir=tmp_path / "run",
+            train={"max_steps": 100_000},
+            sharding={"param_dtype": "float32"},
+        )
+    assert toolkit.Run(tmp_path / "run").checkpoint is not None, printed
+
+
+def test_a_run_stopped_by_a_signal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.sys, "executable", "/bin/false")
+
+    class Stopped(api.subprocess.Popen):
+        def wait(self, timeout=None):
+            super().wait(timeout)
+            return 75
+
+    monkeypatch.setattr(api.subprocess, "Popen", Stopped)
+    with pytest.raises(LaunchError, match="the same call resumes it"):
+        api.run_command(["finetune"])

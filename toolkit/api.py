@@ -1,0 +1,347 @@
+"""The Python API for notebooks and scripts: start a run with a call, and use its results.
+
+    import toolkit
+
+    run = toolkit.finetune(
+        model="HuggingFaceTB/SmolLM2-135M-Instruct",
+        data=dataset,
+        output_dir="runs/tuned",
+        lora={"r": 16},
+        train={"max_steps": 100},
+    )
+    run.export("runs/tuned-merged", merge=True)
+
+A call starts the same command as the command line, in separate processes, and prints their log.
+So a failure cannot end the notebook's kernel, several GPUs work, and the kernel keeps its own GPU
+memory. Stopping the cell commits a checkpoint; the same call resumes the run.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.config import KINDS
+from toolkit.data.cached_rows import store_rows
+from toolkit.errors import EXIT_CODE_PREEMPTED, ConfigError, LaunchError, ToolkitError
+from toolkit.recipes import find_kind
+
+_LAST_LINES = 20  # of a failed command, for its error
+_ERROR_MARKS = ("toolkit: error: ", "error: ")
+
+
+class Run:
+    """A run on the disk: its metrics, its checkpoints and what can be made of them.
+
+    `toolkit.Run(output_dir)` opens a run of an earlier session or of the command line.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str], quiet: bool = False) -> None:
+        """Open the run in `output_dir`.
+
+        Args:
+            output_dir: folder of the run.
+            quiet: do not print the output of commands.
+
+        Raises:
+            ConfigError: the folder holds no run.
+        """
+        self.path = Path(output_dir)
+        self.quiet = quiet
+        if not self.config_file.is_file():
+            raise ConfigError(f"expected the output_dir of a run, with config.yaml: {self.path}")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def config_file(self) -> Path:
+        """The saved settings. `toolkit COMMAND CONFIG_FILE` continues the run."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The logged lines, one dict per logged step, in their order; empty before the first."""
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text("utf-8").splitlines() if file.is_file() else []
+        return [json.loads(line) for line in lines]
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest committed checkpoint, or None if there is none. `verify` checks its bytes."""
+        from toolkit.checkpoint.commit import committed_steps
+
+        steps = committed_steps(self.path)
+        return Path(steps[max(steps)]) if steps else None
+
+    def export(
+        self, output: str | os.PathLike[str], *, merge: bool = False, dtype: str = "auto"
+    ) -> Path:
+        """Export the newest checkpoint as a Hugging Face folder, or its adapter as a PEFT folder.
+
+        Args:
+            output: folder to create.
+            merge: merge the adapter into its base model.
+            dtype: of the weights; auto: that of the checkpoint that training started from.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ToolkitError: the export failed, or the folder exists already.
+        """
+        flags = ["--output", str(output), "--dtype", dtype, *(["--merge"] if merge else [])]
+        self._run_command("consolidate", str(self.path), *flags)
+        return Path(output)
+
+    def verify(self, export: str | os.PathLike[str] | None = None, *, logits: bool = False) -> None:
+        """Prove that the checkpoints are intact or, given an export, that it holds their weights.
+
+        Args:
+            export: a folder that `export` wrote; None: verify all checkpoints of the run.
+            logits: also load the export with transformers, and compare logits.
+
+        Raises:
+            ToolkitError: there is a finding; the error names the file and the tensor.
+        """
+        exports = [] if export is None else [str(export)]
+        self._run_command("verify", str(self.path), *exports, *(["--logits"] if logits else []))
+
+    def report(self, output: str | os.PathLike[str] | None = None) -> Path:
+        """Write report.html and report.png, and return the path of the page.
+
+        Args:
+            output: folder to write into; None: that of the run.
+        """
+        folder = self.path if output is None else Path(output)
+        self._run_command("report", str(self.path), "--output", str(folder))
+        return folder / "report.html"
+
+    def push(
+        self,
+        export: str | os.PathLike[str],
+        repo_id: str,
+        *,
+        public: bool = False,
+        dry_run: bool = False,
+    ) -> None:
+        """Verify an export and publish it on the Hugging Face Hub as one commit.
+
+        Args:
+            export: a folder that `export` wrote.
+            repo_id: ORG/NAME; the repository is created, privately unless `public`.
+            public: create, or push to, a public repository.
+            dry_run: send nothing; print the files and the model card.
+
+        Raises:
+            ToolkitError: the export is not intact, or the Hub refuses it.
+        """
+        flags = ["--public"] * public + ["--dry_run"] * dry_run
+        self._run_command("push", str(export), "--repo_id", repo_id, *flags)
+
+    def _run_command(self, *arguments: str) -> None:
+        """Run `toolkit ARGUMENTS`; raise ToolkitError if it fails."""
+        run_command(arguments, self.quiet)
+
+
+def run(
+    kind: str,
+    *,
+    model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    data: Any = None,
+    eval_data: Any = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | None = None,
+    num_processes: int | None = None,
+    accelerate_config: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> Run:
+    """Train, as `toolkit COMMAND` does, and return the run. The same call resumes a stopped run.
+
+    Args:
+        kind: kind of run: pretrain, finetune, prefer. `toolkit.finetune(...)` and so on are the
+            same as `toolkit.run("finetune", ...)`.
+        model: Hub id or folder, or the section `model` as a dict.
+        data: rows to train on: a `datasets.Dataset`, a list of dicts, files or a glob, the Hub id
+            of a data set, or the section `data` as a dict, whose `train_files` may be rows too.
+        eval_data: rows to evaluate on: a `datasets.Dataset`, a list of dicts, or files.
+        output_dir: folder of the run.
+        config: a YAML file of settings that the other arguments override.
+        num_processes: number of processes; None: as Accelerate is configured.
+        accelerate_config: an Accelerate YAML, or the name of one that the toolkit ships. None: with
+            more than one process, one_node if there is a GPU, else cpu.
+        quiet: do not print the log.
+        **settings: other sections as dicts, such as `lora={"r": 16}`, and `seed`.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        ConfigError: a setting or the type of an argument is wrong.
+        LaunchError: the run was stopped by a signal, after it saved a checkpoint.
+        ToolkitError: the run failed; the error is the line that it printed.
+    """
+    kind_of_run = find_kind(kind)
+    if not kind_of_run.command:
+        raise ConfigError(
+            f"start {kind_of_run.start_command} with `accelerate launch`: it has no command"
+        )
+    sections = dict(settings)
+    if model is not None:
+        sections["model"] = _as_section(model, "name_or_path", "model")
+    sections["data"] = _data_section(data, eval_data, settings.get("data"))
+    if output_dir is not None:
+        sections["output_dir"] = os.fspath(output_dir)
+    content = _merge(
+        _read_config(config), {k: v for k, v in sections.items() if v not in (None, {})}
+    )
+    if "output_dir" not in content:
+        raise ConfigError("expected output_dir, the folder of the run")
+    arguments = [] if num_processes is None else ["--num_processes", str(num_processes)]
+    if accelerate_config is None and (num_processes or 1) > 1:
+        accelerate_config = _choose_accelerate_config()
+    if accelerate_config is not None:
+        arguments += ["--accelerate_config", os.fspath(accelerate_config)]
+    with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
+        file = Path(folder, "config.yaml")
+        file.write_text(yaml.safe_dump(content, sort_keys=False), "utf-8")
+        run_command([kind_of_run.command, str(file), *arguments], quiet)
+    return Run(content["output_dir"], quiet)
+
+
+def starter(kind: str) -> Callable[..., Run]:
+    """Return the function that starts runs of a kind: `starter("finetune")` is `finetune`.
+
+    Raises:
+        AttributeError: the toolkit has no such kind.
+    """
+    if kind not in {shipped.name for shipped in KINDS}:
+        raise AttributeError(f"module 'toolkit' has no attribute {kind!r}")
+    return partial(run, kind)
+
+
+def run_command(arguments: Sequence[str], quiet: bool = False) -> None:
+    """Run `toolkit ARGUMENTS` in a process and print its output as it comes.
+
+    KeyboardInterrupt, such as the stop button of a notebook, is forwarded as SIGINT. A run then
+    commits a checkpoint, and the interrupt is raised again when it has ended.
+
+    Raises:
+        LaunchError: the run was stopped by a signal, after it saved a checkpoint.
+        ToolkitError: the command failed; the error is the line that it printed.
+    """
+    # The kernel may have been started inside of a launcher or of another run.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=inherited | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+    interrupted = False
+    while True:
+        try:
+            for line in process.stdout:
+                last_lines.append(line.rstrip())
+                if not quiet:
+                    print(line, end="", flush=True)
+            code = process.wait()
+            break
+        except KeyboardInterrupt:
+            # The run ignores a second signal that follows at once, if it got this one itself.
+            interrupted = True
+            process.send_signal(signal.SIGINT)
+    if interrupted:
+        raise KeyboardInterrupt
+    if code == EXIT_CODE_PREEMPTED:
+        raise LaunchError("the run was stopped by a signal and saved; the same call resumes it")
+    if code:
+        raise (ConfigError if code == 2 else ToolkitError)(_find_error(last_lines, code))
+
+
+def _find_error(lines: Sequence[str], code: int) -> str:
+    """Return the last error that a command printed, or else its last lines."""
+    for line in reversed(lines):
+        for mark in _ERROR_MARKS:
+            if line.startswith(mark):
+                return line.removeprefix(mark)
+    return f"the command ended with exit code {code}; its last lines:\n" + "\n".join(lines)
+
+
+# ---- Settings
+
+
+def _choose_accelerate_config() -> str:
+    """Return the name of the Accelerate YAML for several processes on this machine."""
+    import torch
+
+    return "one_node" if torch.accelerator.is_available() else "cpu"
+
+
+def _as_section(value: Any, setting: str, section: str) -> dict[str, Any]:
+    """Return a section that is a dict, or a path or name as its only setting."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, str | os.PathLike):
+        return {setting: os.fspath(value)}
+    raise ConfigError(
+        f"{section}: expected text, a path or a dict of settings, got {type(value).__name__}"
+    )
+
+
+def _data_section(data: Any, eval_data: Any, more: Any) -> dict[str, Any]:
+    """Return the section `data`, with rows in memory stored as files."""
+    section: dict[str, Any] = dict(more or {})
+    if isinstance(data, Mapping) and not hasattr(data, "num_rows"):
+        section |= data
+    elif isinstance(data, str) and _is_dataset_id(data):
+        section["dataset_name"] = data
+    elif data is not None:
+        section["train_files"] = data
+    if eval_data is not None:
+        section["eval_files"] = eval_data
+    for name in ("train_files", "eval_files"):
+        if name in section:
+            section[name] = store_rows(section[name], f"data.{name}")
+    return section
+
+
+def _is_dataset_id(text: str) -> bool:
+    """Return True if `text` is ORG/NAME of the Hub: no existing path, file name or pattern."""
+    if Path(text).exists() or text.startswith((".", "/", "~")) or set("*?[") & {*text}:
+        return False
+    return text.count("/") == 1 and not Path(text).suffix[1:].isalpha()
+
+
+def _read_config(config: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Read a YAML file of settings; {} without one."""
+    if config is None:
+        return {}
+    from toolkit.parsing import read_yaml
+
+    return dict(read_yaml(Path(config), ConfigError) or {})
+
+
+def _merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of both; those of `override` win, also inside of sections."""
+    merged = dict(base)
+    for name, value in override.items():
+        section = merged.get(name)
+        if isinstance(section, Mapping) and isinstance(value, Mapping):
+            value = _merge(section, value)
+        merged[name] = value
+    return merged
