@@ -19,7 +19,7 @@ PROGRAMS := $(filter-out tests/test_%,$(wildcard tests/*.py))
 LOOSE := $(foreach code,arg-type assignment dict-item func-returns-value misc operator str-unpack union-attr var-annotated,--disable-error-code $(code))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench gpu architectures layouts rehearsals versions soak clean
+.PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench results gpu architectures layouts rehearsals versions soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,10 @@ bench: install  ## Measure against peers; writes docs/evidence/benchmarks/ (quie
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/consolidate.py
 	$(BIN)/python benchmarks/sharding.py
+
+results: install  ## Measure published figures and a real model next to peers; writes docs/results.md (an hour, resumes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' 'trl==1.16.0'
+	$(BIN)/python benchmarks/results.py $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL))
 
 gpu: install  ## Prove it on one GPU, beside peers; goes on where the last call ended (15 minutes)
 	$(BIN)/python benchmarks/gpu.py --out runs/gpu --results $(EVIDENCE)/benchmarks/gpu_results.jsonl --write $(EVIDENCE)/benchmarks/gpu.md

@@ -265,6 +265,7 @@ def bars(results: Sequence[Line]) -> list[Row]:
     _plans(table)
     _heads(table)
     _attention(table)
+    _published_losses(table)
     return table.rows
 
 
@@ -323,3 +324,11 @@ def _attention(table: _Bars) -> None:
     )
     what = "attention of compiled layers / flash, time of the kernels"
     table.ratio(what, "< 1", lambda x: x < 1, ours, flash, "ms")
+
+
+def _published_losses(table: _Bars) -> None:
+    """nanoGPT's README gives 1.4697, over random batches; ours is over all windows."""
+    line = table.record("shakespeare", "best validation loss")
+    what = "character-level Shakespeare, best validation loss (nanoGPT: 1.4697)"
+    found = None if line is None else line["eval_loss"]
+    table.add(what, *at_most(1.4897), found, *filter(None, [line]))

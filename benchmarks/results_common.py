@@ -19,6 +19,8 @@ from machine import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
+NO_PEERS = "RESULTS_NO_PEERS"
+"""Variable that `--no_peers` sets."""
 TRL = "1.16.0"
 """The release of TRL that the stages compare with."""
 
@@ -29,7 +31,7 @@ class ResultsError(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """What all stages of a call share.
+    """The inputs, folders and size that all stages of a call share.
 
     Args:
         folder: holds the records of the stages, their runs and the rows.
@@ -150,7 +152,9 @@ def has_trl() -> bool:
 
 
 def trl_reason() -> str | None:
-    """Return why TRL's side cannot be measured, or None if it can."""
+    """Return why TRL's side is not measured, or None if it is."""
+    if NO_PEERS in os.environ:
+        return "--no_peers was given"
     if importlib.util.find_spec("trl") is None:
         return f"TRL is not installed (pip install trl=={TRL})"
     version = importlib.metadata.version("trl")
@@ -163,8 +167,8 @@ def trl_reason() -> str | None:
 def environment(threads: int) -> dict[str, str]:
     """Return the environment of a measured program: the CPU, without the network."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    return kept | {
+    variables = {name: value for name, value in os.environ.items() if name not in names}
+    return variables | {
         "OMP_NUM_THREADS": str(threads),
         "ACCELERATE_USE_CPU": "true",
         "HF_HUB_OFFLINE": "1",
@@ -191,12 +195,12 @@ def run_program(
     log.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     with open(log, "w") as file:
-        done = subprocess.run(
+        program = subprocess.run(
             command, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=environment(threads)
         )
     output = log.read_text("utf-8", "replace")
-    if done.returncode != 0:
-        raise ResultsError(f"exit code {done.returncode}: {last_error(output)} ({log})")
+    if program.returncode != 0:
+        raise ResultsError(f"exit code {program.returncode}: {last_error(output)} ({log})")
     return output, time.monotonic() - begun
 
 
@@ -207,15 +211,19 @@ def last_error(output: str) -> str:
     return (errors or lines or ["no output"])[-1][:300]
 
 
-def kill_after(
-    command: Sequence[str], log: Path, threads: int, is_due: Callable[[], bool], seconds: float
-) -> None:
-    """Start a program and kill it with SIGKILL as soon as `is_due` returns True.
+def kill_after_checkpoint(
+    command: Sequence[str], log: Path, threads: int, run: Path, seconds: float
+) -> int:
+    """Start a run and kill it with SIGKILL after its first checkpoint.
+
+    Returns:
+        The number of checkpoints that the killed run has.
 
     Raises:
-        ResultsError: the program ended before, or `seconds` passed.
+        ResultsError: the run ended before, or `seconds` passed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    commits = "checkpoints/step-*/COMMIT"
     with open(log, "w") as file:
         process = subprocess.Popen(
             command,
@@ -227,7 +235,7 @@ def kill_after(
         )
         deadline = time.monotonic() + seconds
         try:
-            while not is_due():
+            while not any(run.glob(commits)):
                 if process.poll() is not None:
                     raise ResultsError(f"the run ended before it could be killed ({log})")
                 if time.monotonic() > deadline:
@@ -237,6 +245,7 @@ def kill_after(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    return len([*run.glob(commits)])
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

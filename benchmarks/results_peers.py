@@ -1,11 +1,11 @@
-"""The other sides of `make results`, each in a process of its own.
+"""The other sides of `make results`, each in a separate process.
 
     python benchmarks/results_peers.py order --config FILE --output FILE
     python benchmarks/results_peers.py sft|dpo|adapter --settings FILE --output FILE
-    python benchmarks/results_peers.py held_out|answers|nanogpt --settings FILE --output FILE
+    python benchmarks/results_peers.py held_out|nanogpt --settings FILE --output FILE
 
 `order` asks the toolkit for the order of its rows, so that TRL reads the same. `sft` and `dpo` are
-TRL's trainers. `held_out` and `answers` load a model with plain transformers, whoever trained it.
+TRL's trainers. `held_out` loads models with plain transformers, whoever trained them.
 """
 
 import argparse
@@ -184,22 +184,36 @@ def write_adapter(settings: dict[str, Any]) -> str:
 # ---- Held-out figures and answers, with plain transformers ---------------------------------------
 
 
-def load_model(settings: dict[str, Any]) -> tuple[Any, Any]:
-    """Return model and tokenizer of a folder: a complete model, or an adapter on `base`."""
+def load_model(folder: Path, base: str) -> Any:
+    """Return the model of a folder in fp32: a complete model, or an adapter on `base`."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    folder, base = Path(settings["model"]), settings["base"]
     if (folder / "adapter_config.json").is_file():
         plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        model = PeftModel.from_pretrained(plain, folder).merge_and_unload()
-    else:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(base)
+        return PeftModel.from_pretrained(plain, folder).merge_and_unload().eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def measure_models(settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure held-out figures and answers of `models`, each by `measure_held_out`."""
+    import torch
+    from transformers import AutoTokenizer
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    tokenizer = AutoTokenizer.from_pretrained(settings["base"])
     tokenizer.chat_template = Path(settings["template"]).read_text("utf-8")
-    return model.eval(), tokenizer
+    held_out, answers = {}, {}
+    for entry in settings["models"]:
+        model = load_model(Path(entry["model"]), settings["base"])
+        held_out[entry["name"]] = measure_held_out(model, tokenizer, entry)
+        if entry["prompts"]:
+            answers[entry["name"]] = [
+                answer_prompt(model, tokenizer, prompt, settings["tokens"])
+                for prompt in entry["prompts"]
+            ]
+    return {"held_out": held_out, "answers": answers}
 
 
 def answer_logps(model: Any, tokenizer: Any, prompt: list, answer: list) -> Any:
@@ -219,12 +233,11 @@ def answer_logps(model: Any, tokenizer: Any, prompt: list, answer: list) -> Any:
     return logps, logits.argmax(-1) == targets
 
 
-def measure_held_out(settings: dict[str, Any]) -> dict[str, Any]:
+def measure_held_out(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Return perplexity and token accuracy on held-out answers, and pair accuracy and log-ratios.
 
     A pair counts as right if the chosen answer has the larger summed log-probability.
     """
-    model, tokenizer = load_model(settings)
     total, count, right = 0.0, 0, 0
     for row in _rows(settings["chats"]) if settings["chats"] else ():
         logps, is_top = answer_logps(model, tokenizer, row["prompt"], row["completion"])
@@ -247,24 +260,22 @@ def measure_held_out(settings: dict[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def answer_prompts(settings: dict[str, Any]) -> list[str]:
-    """Return greedy answers to `prompts`, each of at most `tokens` tokens."""
+def answer_prompt(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
+    """Return the greedy answer to a user's prompt, of at most `tokens` tokens."""
     import torch
 
-    model, tokenizer = load_model(settings)
-    answers = []
-    for prompt in settings["prompts"]:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        options = {"max_new_tokens": settings["tokens"], "do_sample": False}
-        options["pad_token_id"] = tokenizer.pad_token_id
-        options["eos_token_id"] = tokenizer.eos_token_id
-        mask = torch.ones_like(ids)
-        generated = model.generate(ids, attention_mask=mask, **options)[0, ids.shape[1] :]
-        answers.append(tokenizer.decode(generated, skip_special_tokens=True).strip())
-    return answers
+    turns = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    generated = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
@@ -308,8 +319,7 @@ PROGRAMS = {
     "sft": lambda settings: train_with_trl("sft", settings),
     "dpo": lambda settings: train_with_trl("dpo", settings),
     "adapter": write_adapter,
-    "held_out": measure_held_out,
-    "answers": answer_prompts,
+    "held_out": measure_models,
     "nanogpt": evaluate_nanogpt,
 }
 

@@ -15,7 +15,7 @@ from results_common import (
     ResultsError,
     Setup,
     Stage,
-    kill_after,
+    kill_after_checkpoint,
     launcher,
     read_metrics,
     read_record,
@@ -95,7 +95,7 @@ def run_shakespeare(setup: Setup) -> dict[str, Any]:
     """Train nanoGPT's CPU set-up by config and by nanoGPT's script, with the same seeds."""
     sizes = shakespeare_sizes(setup.tiny)
     sides: dict[str, list[dict[str, Any]]] = {"toolkit": [], "nanogpt": []}
-    reason = None if "nanogpt" in setup.inputs else "nanoGPT's scripts were not found"
+    reason = None if "nanogpt" in setup.inputs else "nanoGPT's scripts are not there"
     for index, seed in enumerate(sizes["seeds"]):
         order = ["toolkit", "nanogpt"][:: -1 if index % 2 else 1]
         for side in order:
@@ -362,9 +362,8 @@ def run_resume(setup: Setup) -> dict[str, Any]:
     for kind in RESUMED if not setup.tiny else ("dpo",):
         run = fresh(setup.folder / "resume" / kind)
         command = toolkit_command(tuning_config(setup, kind, 1, run), 1, run_file(run, "yaml"))
-        commits = lambda run=run: list(run.glob("checkpoints/step-*/COMMIT"))  # noqa: E731
-        kill_after(command, run.parent / f"{kind}-killed.log", 2, lambda: bool(commits()), 1800)
-        saved = len(commits())
+        log = run.parent / f"{kind}-killed.log"
+        saved = kill_after_checkpoint(command, log, 2, run, seconds=1800)
         output, _ = run_program(command, run_file(run, "log"), threads=2)
         resumed, calm = read_run(setup, run), measured(setup, kind)["sides"]["toolkit"][0]
         sums = [_final_sums(path) for path in (run, setup.folder / kind / "toolkit-0")]
@@ -390,29 +389,32 @@ def run_answers(setup: Setup) -> dict[str, Any]:
     sizes = tuning_sizes(setup.tiny)
     base = str(setup.need("model"))
     common = {"base": base, "template": str(setup.data / "chat.jinja")}
-    asked = {"prompts": PROMPTS[: sizes["prompts"]], "tokens": sizes["answer_tokens"]}
-    folder = setup.folder / "answers"
-    folder.mkdir(parents=True, exist_ok=True)
+    questions = {"prompts": PROMPTS[: sizes["prompts"]], "tokens": sizes["answer_tokens"]}
     models = {"before": base} | {kind: str(setup.folder / kind / "export") for kind in KINDS}
     for kind in KINDS:
         trl = setup.folder / kind / "trl-0" / "model"
         if trl.is_dir() and measured(setup, kind)["not_measured"] is None:
             models[f"{kind} by TRL"] = str(trl)
     chats, pairs = (str(setup.data / f"{name}_held_out.jsonl") for name in ("chats", "pairs"))
-    answers, held_out = {}, {}
-    for name, model in models.items():
-        settings = {**common, "model": model}
-        settings["chats"] = None if name.startswith("dpo") else chats
-        settings["pairs"] = None if name.startswith("sft") else pairs
-        file = folder / name.replace(" ", "-")
-        held_out[name] = run_peer("held_out", settings, file)
-        if not name.endswith("by TRL"):
-            answers[name] = run_peer("answers", {**settings, **asked}, folder / f"asked-{name}")
+    # One program for all models, one after the other.
+    measured_models = [
+        {
+            "name": name,
+            "model": model,
+            "chats": None if name.startswith("dpo") else chats,
+            "pairs": None if name.startswith("sft") else pairs,
+            "prompts": () if name.endswith("by TRL") else questions["prompts"],
+        }
+        for name, model in models.items()
+    ]
+    settings = {**common, **questions, "models": measured_models}
+    figures = run_peer("held_out", settings, setup.folder / "answers" / "held_out")
+    answers, held_out = figures["answers"], figures["held_out"]
     before = held_out["before"]["pair_logps"]
     for name, figures in held_out.items():
         if "pair_logps" in figures and name != "before":
             figures["reward_accuracy"] = _reward_accuracy(figures["pair_logps"], before)
-    return {"prompts": asked["prompts"], "answers": answers, "held_out": held_out}
+    return {"prompts": questions["prompts"], "answers": answers, "held_out": held_out}
 
 
 def _reward_accuracy(after: list[list[float]], before: list[list[float]]) -> float:

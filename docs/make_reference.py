@@ -177,19 +177,19 @@ def configs_page() -> str:
         "Those for pretraining start with `toolkit train`, those for preferences with "
         "`toolkit prefer`.",
     ]
-    return "\n".join([*lines, *reproduction_lines(folder)]) + "\n"
+    return "\n".join([*lines, *published_lines(folder)]) + "\n"
 
 
-def reproduction_lines(folder: Path) -> list[str]:
-    """Return the table of the configs that reproduce a published figure."""
+def published_lines(folder: Path) -> list[str]:
+    """Return the table of the configs with a figure that others published."""
     lines = ["", "## Published figures", ""]
-    lines.append("These configs train small models from random weights to a figure that others")
-    lines.append("published. Each file starts with the commands that fetch its data.")
-    lines += ["", "| config | reproduces |", "|---|---|"]
+    lines.append("These configs are the set-ups of others, with the figure that they published.")
+    lines.append("Each file starts with the commands that fetch its data.")
+    lines += ["", "| config | published figure |", "|---|---|"]
     for file in sorted(folder.glob("*.yaml")):
-        reproduced = re.search(r"^# Reproduces: (.+)$", file.read_text("utf-8"), re.MULTILINE)
-        if reproduced is not None:
-            lines.append(f"| `{file.name}` | {reproduced[1]} |")
+        published = re.search(r"^# Published figure: (.+)$", file.read_text("utf-8"), re.MULTILINE)
+        if published is not None:
+            lines.append(f"| `{file.name}` | {published[1]} |")
     return lines
 
 

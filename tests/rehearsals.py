@@ -42,8 +42,8 @@ from toolkit.models import build_on_meta
 
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*_*gpu*.yaml"))
 CONFIGS += sorted((ROOT / "recipes" / "configs").glob("*nodes.yaml"))
-# Configs that reproduce a published figure read their own text.
-CONFIGS = [file for file in CONFIGS if "# Reproduces: " not in file.read_text("utf-8")]
+# Configs with a published figure read their own text.
+CONFIGS = [file for file in CONFIGS if "# Published figure: " not in file.read_text("utf-8")]
 _END = "<|endoftext|>"
 
 

@@ -253,7 +253,7 @@ def test_every_ready_config_has_its_shape() -> None:
     files = [*(ROOT / "recipes/configs").glob("*gpu.yaml")]
     files += (ROOT / "recipes/configs").glob("*nodes.yaml")
     models = [yaml.safe_load(file.read_text("utf-8"))["model"] for file in files]
-    # A local folder, of the configs that reproduce a published figure, has its own config.json.
+    # A local folder, of the configs with a published figure, has its own config.json.
     names = {
         model["name_or_path"] for model in models if not (ROOT / model["name_or_path"]).is_dir()
     }

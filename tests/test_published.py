@@ -128,7 +128,7 @@ CONFIGS = sorted((ROOT / "recipes/configs").glob("*_*gpu.yaml")) + sorted(
     (ROOT / "recipes/configs").glob("*nodes.yaml")
 )
 # Those of small models with a published figure: tests/test_results.py.
-CONFIGS = [file for file in CONFIGS if "# Reproduces: " not in file.read_text("utf-8")]
+CONFIGS = [file for file in CONFIGS if "# Published figure: " not in file.read_text("utf-8")]
 CONTROL = "mistral_7b_full_8gpu"
 _PLANNED = re.compile(
     r"# Planned: ([\d.]+) GB of each device's (\d+)GB \(toolkit plan FILE --world_size (\d+) "

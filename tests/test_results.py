@@ -1,0 +1,340 @@
+"""`make results`: its inputs are checked, its stages resume, its page marks what was not measured.
+
+The figures themselves are measured on a quiet machine; here a tiny random model takes their place.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+import yaml
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
+
+CONFIGS = sorted((ROOT / "recipes" / "configs").glob("shakespeare_char_*.yaml"))
+
+
+# ---- Inputs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def download(tmp_path, monkeypatch) -> Any:
+    """A file of known bytes that only the cache or `--data` can supply."""
+    import results_inputs
+
+    monkeypatch.setenv("RESULTS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(results_inputs, "PACKAGE", "no_such_package")
+    digest = hashlib.sha256(b"the text").hexdigest()
+    file = results_inputs.Download("a.txt", "https://example.org/a.txt", digest)
+    monkeypatch.setitem(results_inputs.DOWNLOADS, "text", (file,))
+    return file
+
+
+def test_a_missing_input_is_one_line_with_what_to_do(download, tmp_path) -> None:
+    import results_inputs
+
+    paths, _, missing = results_inputs.find_inputs(None, None, ("text", "model"))
+    assert not paths
+    assert len(missing) == 2
+    assert all(len(line.splitlines()) == 1 for line in missing)
+    assert missing[0].startswith("text: expected a.txt in --data FOLDER or in ")
+    assert str(tmp_path / "cache") in missing[0]
+    assert "https://example.org/a.txt cannot be reached" in missing[0]
+    assert "pass --model FOLDER" in missing[1]
+
+
+def test_an_input_is_found_in_the_folder_and_in_the_cache_until_it_is_deleted(
+    download, tmp_path
+) -> None:
+    import results_inputs
+
+    for folder, data in ((tmp_path / "data", tmp_path / "data"), (tmp_path / "cache", None)):
+        folder.mkdir(exist_ok=True)
+        (folder / "a.txt").write_bytes(b"the text")
+        paths, digests, missing = results_inputs.find_inputs(data, None, ("text",))
+        assert paths == {"text": folder / "a.txt"}
+        assert digests == {"text": download.sha256}
+        assert not missing
+        (folder / "a.txt").unlink()
+        assert len(results_inputs.find_inputs(data, None, ("text",))[2]) == 1
+
+
+def test_other_bytes_are_refused_and_not_kept(download, tmp_path, monkeypatch) -> None:
+    import results_inputs
+
+    (tmp_path / "a.txt").write_bytes(b"another text")
+    _, _, (line,) = results_inputs.find_inputs(tmp_path, None, ("text",))
+    other = hashlib.sha256(b"another text").hexdigest()
+    assert f"expected sha256 {download.sha256}, got {other}; delete the file" in line
+    monkeypatch.setattr(results_inputs, "_from_url", lambda file: b"another text")
+    assert len(results_inputs.find_inputs(None, None, ("text",))[2]) == 1
+    monkeypatch.setattr(results_inputs, "_from_url", lambda file: b"the text")
+    paths, _, missing = results_inputs.find_inputs(None, None, ("text",))
+    assert not missing
+    assert paths["text"].read_bytes() == b"the text"
+
+
+def test_a_model_without_weights_is_refused(download, tmp_path) -> None:
+    import results_inputs
+
+    (tmp_path / "config.json").write_text("{}")
+    _, _, (line,) = results_inputs.find_inputs(None, str(tmp_path), ("model",))
+    assert "expected *.safetensors in" in line
+    _, _, (line,) = results_inputs.find_inputs(None, str(tmp_path / "no"), ("model",))
+    assert "expected a folder with config.json, found none" in line
+
+
+def test_dialogues_become_turns_and_unusable_pairs_are_dropped(tmp_path) -> None:
+    import results_inputs
+
+    dialogue = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d"
+    turns = results_inputs.read_turns(dialogue)
+    assert [turn["content"] for turn in turns] == ["a", "b", "c", "d"]
+    assert [turn["role"] for turn in turns] == ["user", "assistant"] * 2
+    unusable = [
+        "\n\nHuman: a",
+        "\n\nHuman: a\n\nAssistant: ",
+        "",
+        dialogue.replace("Human: c", "x"),
+    ]
+    assert [results_inputs.read_turns(text) for text in unusable[:3]] == [None] * 3
+    rejected = [dialogue[:-1] + "e", dialogue, dialogue.replace("a", "z"), *unusable]
+    with gzip.open(tmp_path / "pairs.gz", "wt") as file:
+        for text in rejected:
+            file.write(json.dumps({"chosen": dialogue, "rejected": text}) + "\n")
+    (row,) = results_inputs.read_pairs(tmp_path / "pairs.gz")
+    assert row["prompt"] == turns[:-1]
+    assert (row["chosen"][0]["content"], row["rejected"][0]["content"]) == ("d", "e")
+
+
+def test_the_chat_template_differs_from_the_models_by_the_last_newline() -> None:
+    import results_inputs
+
+    # That of SmolLM2-135M-Instruct.
+    original = (
+        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+        "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+        "Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + "
+        "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    ours, theirs = (
+        jinja2.Environment().from_string(text) for text in (results_inputs.TEMPLATE, original)
+    )
+    turns = [{"role": r, "content": r[0]} for r in ("system", "user", "assistant", "user")]
+    for messages in (turns, turns[1:], turns[1:2]):
+        assert ours.render(messages=messages) + "\n" == theirs.render(messages=messages)
+        options = {"messages": messages, "add_generation_prompt": True}
+        assert ours.render(**options) == theirs.render(**options)
+
+
+# ---- Stages --------------------------------------------------------------------------------------
+
+
+def test_a_stage_is_skipped_until_its_settings_or_inputs_change(tmp_path, monkeypatch) -> None:
+    import results
+    from results_common import ResultsError, Setup, Stage, read_record
+
+    calls: list[str] = []
+
+    def run(name: str):
+        return lambda setup: calls.append(name) or {"calls": len(calls)}  # type: ignore[func-returns-value]
+
+    def fails(setup: Setup) -> dict:
+        raise ResultsError("the reason")
+
+    sizes = {"steps": 1}
+    first = Stage("first", "a", run("first"), lambda tiny: dict(sizes), ("text",))
+    second = Stage("second", "b", run("second"), lambda tiny: {}, after=("first",))
+    third = Stage("third", "c", fails, lambda tiny: {})
+    stages = [first, second, third]
+    monkeypatch.setattr(results, "STAGES", stages)
+    setup = Setup(tmp_path, True, {"text": tmp_path}, {"text": "1"})
+    with pytest.raises(ResultsError, match="second: run first before"):
+        results.run_stages([second], setup)
+    for _ in range(2):
+        with pytest.raises(ResultsError, match="third: the reason"):
+            results.run_stages(stages, setup)
+        assert calls == ["first", "second"]
+    assert read_record(setup, "third") is None
+    assert read_record(setup, "first")["commit"]
+    setup = dataclasses.replace(setup, digests={"text": "2"})
+    results.run_stages(stages[:2], setup)
+    assert calls == ["first", "second"] * 2
+    sizes["steps"] = 2
+    assert "to run again" in results.list_stages(setup).splitlines()[0]
+    results.run_stages(stages[:2], setup)
+    assert calls == ["first", "second"] * 3
+
+
+def test_every_stage_has_a_section() -> None:
+    from results_page import SECTIONS
+    from results_stages import STAGES
+
+    assert [*SECTIONS] == [stage.name for stage in STAGES]
+    assert len(STAGES) >= 7
+
+
+# ---- The page ------------------------------------------------------------------------------------
+
+
+def record(name: str, figures: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    sizes = {"steps": 2, "batch": 1, "rounds": 1, "warm": 1, "held_out": 2, "max_tokens": 9}
+    stamp = {"stage": name, "tiny": False, "commit": "c1", "date": "2026-01-02", "seconds": 60.0}
+    inputs = {"inputs": {"model": "ab12"}, "machine": "Machine: m.", "settings": sizes}
+    return {**stamp, **inputs, "figures": figures, **changes}
+
+
+def tuned(reason: str | None = None) -> dict[str, Any]:
+    run = {"losses": [3.0, 2.0], "seconds": [1.0], "peak": 2e9, "metrics": {}}
+    compared = {"loss": 2e-3, "steps": 2, "time_ratio": 0.5, "peak_ratio": 0.75, "metrics": {}}
+    sides = {"toolkit": [run], "trl": [] if reason else [run]}
+    more = {"compared": [] if reason else [compared], "verified": True}
+    return {"sides": sides, "not_measured": reason, **more}
+
+
+def characters(reason: str | None = None) -> dict[str, Any]:
+    run = {"seed": 1, "loss": 1.5, "curve": [[1, 4.0], [2, 3.0]], "step_seconds": 0.1}
+    peer = run | {"loss": 1.6}
+    sides = {"toolkit": [run], "nanogpt": [] if reason else [peer]}
+    return {"sides": sides, "published": 1.88, "not_measured": reason}
+
+
+def records(**changes: Any) -> dict[str, Any]:
+    from results_stages import KINDS, STAGES
+
+    entries: dict[str, Any] = {stage.name: None for stage in STAGES}
+    entries["shakespeare"] = record("shakespeare", characters())
+    entries |= {kind: record(kind, tuned()) for kind in KINDS}
+    return entries | changes
+
+
+def test_figures_of_another_commit_and_absent_ones_are_marked(tmp_path) -> None:
+    from results_page import write_page
+
+    page, readme = tmp_path / "docs" / "results.md", tmp_path / "README.md"
+    changes = {"dpo": record("dpo", tuned("TRL is not installed"), commit="c0")}
+    lines = write_page(records(**changes), "c1", page, readme)
+    text = page.read_text()
+    parts = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    other = "**Measured at another commit than this page (`c1`).**"
+    full = parts["SmolLM2-135M-Instruct: SFT of all parameters"]
+    assert other not in full
+    assert "| loss | 2.0e-03 | **NOT MET** (at most 0.001) |" in full
+    assert "0.50 of the time, 0.75 of the memory" in full
+    dpo = parts["SmolLM2-135M-Instruct: DPO with LoRA"]
+    assert other in dpo
+    assert "**The peer was not measured: TRL is not installed.**" in dpo
+    assert "**Not measured yet.**" in parts["Two ranks"]
+    assert "-0.1000" in parts["A published figure: character-level Shakespeare"]
+    assert "dry run" not in text
+    assert "README     left as it was: dpo: TRL is not installed" in lines
+    for name in re.findall(r"\]\((assets/\S+)\)", text):
+        svg = (page.parent / name).read_text()
+        assert "prefers-color-scheme: dark" in svg
+        assert "var(--ink)" in svg
+        assert "#010203" not in svg
+    assert len(re.findall(r"!\[", text)) == 4
+
+
+def test_readme_gets_its_figures_only_if_all_were_measured(tmp_path) -> None:
+    from results_page import BEGIN, END, write_page
+
+    page, readme = tmp_path / "docs" / "results.md", tmp_path / "README.md"
+    before = f"# A\n\n{BEGIN}\nold\n{END}\n\nthe rest\n"
+    readme.write_text(before)
+    for changes in (
+        {"dpo": None},
+        {"dpo": record("dpo", tuned(), tiny=True)},
+        {"shakespeare": record("shakespeare", characters("no script"))},
+    ):
+        write_page(records(**changes), "c1", page, readme)
+        assert readme.read_text() == before
+    write_page(records(), "c2", page, readme)
+    text = readme.read_text()
+    assert text.startswith(f"# A\n\n{BEGIN}\n![Training loss")
+    assert text.endswith(f"{END}\n\nthe rest\n")
+    assert "old" not in text
+    assert len(re.findall(r"^\| (?!---| \|)[^|]+ \|", text, re.MULTILINE)) == 4
+    assert "commit c1" in text
+    assert "(docs/assets/results/shakespeare.svg)" in text
+
+
+def test_a_missing_peer_is_in_the_page_of_a_dry_run_too(tmp_path) -> None:
+    from results_page import page_text
+
+    dry = record("sft-full", tuned("why"), tiny=True)
+    text = page_text(records(**{"sft-full": dry}), "c1", [])
+    assert "**This is a dry run (`--tiny`)" in text
+    assert "**The peer was not measured: why.**" in text
+
+
+# ---- The configs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_a_config_with_a_published_figure_says_how_it_starts(file: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    text = file.read_text("utf-8")
+    for words in ("# Published figure: ", "# Hyper-parameters: ", "# Change: "):
+        assert words in text
+    assert f"toolkit train recipes/configs/{file.name}" in text
+    settings = yaml.safe_load(text)
+    folder = ROOT / settings["model"]["name_or_path"]
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert config.vocab_size == len(tokenizer) == 65
+    assert config.n_positions == settings["data"]["sequence_length"]
+    letters = "First Citizen:\nBefore we proceed any further, hear me speak & 3$-?!;'zZ"
+    ids = tokenizer(letters)["input_ids"]
+    assert len(ids) == len(letters)
+    assert tokenizer.decode(ids) == letters
+
+
+def test_both_configs_are_there() -> None:
+    assert [file.stem.rsplit("_", 1)[1] for file in CONFIGS] == ["cpu", "gpu"]
+
+
+# ---- The program ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_tiny_run_of_all_stages_ends_and_a_second_one_measures_nothing(tmp_path) -> None:
+    """Recipes, exports, two ranks, kill -9 and resume, held-out figures, the page; no peers."""
+    page = tmp_path / "docs" / "results.md"
+    command = [sys.executable, str(ROOT / "benchmarks" / "results.py"), "--tiny", "--no_peers"]
+    command += ["--folder", str(tmp_path / "results"), "--write", str(page)]
+    command += ["--readme", str(tmp_path / "README.md")]
+    program = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert program.returncode == 0, program.stdout + program.stderr
+    text = page.read_text()
+    assert "Not measured yet" not in text
+    assert text.count("**The peer was not measured: ") == 5
+    assert "**NOT EQUAL**" not in text
+    assert "started again" not in text
+    assert "did not verify" not in text
+    resumed = json.loads((tmp_path / "results" / "resume.json").read_text())["figures"]["dpo"]
+    assert resumed["losses_equal"]
+    assert resumed["state_equal"]
+    assert resumed["has_resumed"]
+    assert resumed["checkpoints_at_kill"] == 1
+    (ranks,) = json.loads((tmp_path / "results" / "ranks.json").read_text())["figures"][
+        "kinds"
+    ].values()
+    assert ranks["one_rank_loss"] < 1e-4
+    again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert again.stdout.count("done at commit") == 7
+    listed = subprocess.run(
+        [*command, "--list"], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert listed.stdout.count("done at") == 7
