@@ -198,10 +198,7 @@ def check_packages(start: RunStart) -> str:
     """Raise ConfigError if a package is missing that settings, recipe or model code import.
 
     Model code is checked only if `trust_remote_code` is set and the model is a local folder. The
-    driver of an object store in `checkpoint.root` is checked, too.
-
-    Returns:
-        A summary for the report.
+    driver of an object store in `checkpoint.root` is checked, too. Returns a summary.
     """
     cfg = start.cfg
     cfg.metrics.trackers()
@@ -296,12 +293,8 @@ def check_writable(start: RunStart) -> str:
 def check_hub(start: RunStart, *, create: bool) -> str:
     """Raise HubError if the run could not be published at its end. Collective.
 
-    Args:
-        start: the state of the start.
-        create: create the repository on the Hub if it is missing.
-
-    Returns:
-        A summary; "" if the run will not be published.
+    If `create` is True, a missing repository is created on the Hub. Returns a summary; "" if the
+    run will not be published.
     """
     cfg = start.cfg
     base = cfg.model.name_or_path if cfg.adapters else None
@@ -323,13 +316,9 @@ def build_model(start: RunStart) -> str:
     """Build the model on meta without adapters, and store it in `start.model`. Collective.
 
     Also sets `start.model_cfg`: the model's settings, completed by the tokenizer. Checks the
-    optimizer, the settings and the headers of the weights, too. Takes seconds.
-
-    Returns:
-        A summary: the model's class and number of parameters.
-
-    Raises:
-        ToolkitError: a ConfigError, ModelError, LoadingError or DataError.
+    optimizer, the settings and the headers of the weights, too. Takes seconds. Returns a summary:
+    the model's class and number of parameters. Errors are subclasses of ToolkitError: ConfigError,
+    ModelError, LoadingError or DataError.
     """
     cfg = start.build_cfg
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
@@ -445,9 +434,8 @@ def check_prompts(start: RunStart) -> str:
 def check_router(start: RunStart) -> str:
     """Raise if the settings `train.router_*` cannot balance the model's experts. Returns "".
 
-    Raises:
-        ModelError: the model lacks something that `train.router_*` needs.
-        ConfigError: updates of a bias are configured with adapters.
+    The error is a ModelError if the model lacks something that the settings need, and a ConfigError
+    if updates of a bias are combined with adapters.
     """
     plan_router(start.model, start.cfg)
     return ""
@@ -468,17 +456,18 @@ def check_metric(start: RunStart) -> str:
 
 
 def check_mesh(start: RunStart) -> str:
-    """Raise ShardingError if the run's processes cannot form the mesh. Returns "".
-
-    Without a known number of processes, nothing is checked.
-    """
+    """Raise ShardingError if a known number of processes cannot form the mesh. Returns ""."""
     if start.world_size is not None:
         mesh_shape(start.world_size, start.cfg.sharding)
     return ""
 
 
 def check_batch(start: RunStart) -> str:
-    """Raise if ranks times micro-batch does not divide the global batch. Returns ""."""
+    """Raise DataError if ranks times micro-batch does not divide the global batch. Returns "".
+
+    Only ranks that read different samples count. The micro-batch `auto` counts as 1. Nothing is
+    checked if the number of processes or the global batch is unknown, or if the mesh is invalid.
+    """
     global_batch = start.cfg.train.global_batch_size
     micro_batch = start.cfg.train.per_device_train_batch_size
     if start.world_size is not None and global_batch is not None:
@@ -536,8 +525,7 @@ def _describe_unchecked_rows(looks: list[RowCheck]) -> str:
 def shard_on_meta(start: RunStart) -> str:
     """Shard the model on meta as a rank would, and replace `start.model` by the result.
 
-    Returns:
-        A summary: number of FSDP units, shape of the mesh, and parameter bytes of a rank.
+    Returns a summary: number of FSDP units, shape of the mesh, and parameter bytes of a rank.
     """
     cfg = start.build_cfg
     world_size = start.world_size

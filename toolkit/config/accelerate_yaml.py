@@ -55,8 +55,9 @@ def translate_environment(env: Env) -> tuple[dict[str, Any], list[str]]:
         Dotted setting -> value for the toolkit's config, and a note for each key without effect.
 
     Raises:
-        LaunchError: the YAML requests FSDP1, training in float16, or tensor, context or sequence
-            parallelism, or has a value that Accelerate does not define.
+        LaunchError: the launch uses FSDP, and requests FSDP1, training in float16, or tensor,
+            context or sequence parallelism; or a value is one that Accelerate does not define.
+            Without FSDP, fp16 and fp8 only give a note.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []
@@ -193,7 +194,8 @@ def _set_fsdp_options(env: Env, settings: dict[str, Any], notes: list[str]) -> N
 def _set_compilation(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
     """Set the `sharding.torch_compile*` settings from the `ACCELERATE_DYNAMO_*` variables.
 
-    Appends a note for options that have no effect. Does nothing if the backend is `no`.
+    `sharding.torch_compile` becomes `layer` for regional compilation, otherwise `model`. Appends a
+    note for options that have no effect. Does nothing if the backend is `no` or not set.
     """
     backend = (_read_text(env, "ACCELERATE_DYNAMO_BACKEND") or "NO").lower()
     if backend == "no":

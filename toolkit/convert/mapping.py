@@ -377,7 +377,11 @@ class Converter(Keys):
     # ---- Optimiser and schedule
 
     def convert_optimisation(self) -> None:
-        """Convert optimizer, schedule and warm-up to `optim.*`; also convert the router loss."""
+        """Convert optimizer, schedule, warm-up and router loss to the toolkit's settings.
+
+        Notes are added for unknown optimizers and schedules, which adamw_torch_fused and cosine
+        replace. A router coefficient of 0 sets `train.router_aux_loss: none`; others give a note.
+        """
         key, value = self.take("optimizer", "optim")
         if key:
             name = _OPTIMIZERS.get(str(value))

@@ -149,7 +149,8 @@ def _read_argument(
 ) -> None:
     """Add an argument of a call to `settings`, or a reason to `notes` if it cannot be read.
 
-    Objects such as the model are ignored. If a setting is given twice, the first value is kept.
+    `model` and `model_name` are stored as `model_name_or_path`; a `model` that is no text and other
+    objects are ignored. If a setting has a value already, a different one only adds a note.
 
     Args:
         call: the call.

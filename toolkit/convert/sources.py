@@ -44,12 +44,15 @@ _PAIR_FUNCTIONS = {
 def take_sources(keys: Keys, objective: str) -> None:
     """Remove the data sets and their columns from `keys`, and set `data.*` in `keys.settings`.
 
+    The data sets may be a list, a dict name -> share, or a dict with the list under `datasets`. A
+    single data set becomes settings of `data`; several become the list `data.sources`.
+
     Args:
         keys: the keys of the config.
         objective: the preference objective; "" for supervised training.
 
     Raises:
-        ConfigError: the data sets are not a list.
+        ConfigError: the data sets have another form.
     """
     where, entries = keys.take("dataset_mixture", "dataset_mixer", "datasets")
     if isinstance(entries, dict) and "datasets" in entries:

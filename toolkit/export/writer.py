@@ -483,7 +483,7 @@ class ExportProof:
 
 
 def _locate_in_folder(place: StoredTensor, folder: Path) -> StoredTensor:
-    """Return `place` with its file name joined to `folder`."""
+    """Return `place`, a tensor in exactly one chunk, with its file name joined to `folder`."""
     (chunk,) = place.chunks
     return replace(place, chunks=(replace(chunk, file=folder / chunk.file),))
 

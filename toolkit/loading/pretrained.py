@@ -348,7 +348,11 @@ def _raise_problems(
 
 
 def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.StoredTensor]) -> None:
-    """Raise LoadingError if a tensor's shape in the file headers differs from the model's."""
+    """Raise LoadingError if a tensor's shape in the file headers differs from the model's.
+
+    Two kinds of differences are accepted: a number of rows that `resize_embeddings` has changed,
+    and tensors that are stored in several parts, whose shapes are not compared.
+    """
     state = model.state_dict(keep_vars=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}

@@ -184,7 +184,7 @@ def _attention_forward(
         query: [B, heads, T, width].
         key: [B, key heads, T, width].
         value: [B, key heads, T, value width].
-        attention_mask: None if there are borders.
+        attention_mask: must be None if there are borders.
         dropout: probability with which attention weights are dropped.
         scaling: factor of the scores; None: width**-0.5.
         is_causal: whether tokens see earlier tokens only; None: as `module.is_causal` says.
@@ -195,7 +195,9 @@ def _attention_forward(
         ([B, T, heads, value width], None).
 
     Raises:
-        ModelError: there are borders, and the layer also needs a mask or unknown arguments.
+        ModelError: there are borders, and the layer has a mask, is not causal, or has keys of
+            another length than its queries; or gets unknown arguments, which only flash attention
+            accepts.
     """
     borders = {name: unused.pop(name, None) for name in BORDERS}
     whole_rows = unused.pop(_ONE_DOCUMENT_A_ROW, False)

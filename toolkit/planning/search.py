@@ -214,7 +214,7 @@ class Longest:
     """The report for people."""
 
     def summary(self) -> dict[str, Any]:
-        """Return the two sizes for JSON, under the names of their settings."""
+        """Return sequence length and micro-batch for JSON, by the names of their settings."""
         return {"sequence_length": self.sequence_length, "per_device_train_batch_size": self.batch}
 
 

@@ -147,6 +147,9 @@ def _add_rows(
 ) -> None:
     """Add rows to `head`: their counts, their lengths, and the columns that the run uses.
 
+    `head.rows` gets (tokens, stored columns) for each good row. Lengths count the tokens before
+    truncation. Without an encoder, tokens are 0, and no counts or lengths are added.
+
     Args:
         head: changed in place.
         stored_rows: the rows as stored.

@@ -99,6 +99,13 @@ def _classify_parameters(
 ) -> Iterator[tuple[nn.Parameter, bool, bool]]:
     """Decide for each trained parameter whether it gets weight decay, and which update it gets.
 
+    Parameters with two or more dimensions get weight decay, embeddings included. Those whose name
+    ends with `_bias` or `.A_log`, or that are marked `_no_weight_decay`, do not.
+    These parameters get the special update:
+
+    - for Muon, decayed parameters with up to 3 dimensions, without embeddings and head;
+    - for 8-bit AdamW, large matrices that divide into blocks, without embeddings, with the head.
+
     Yields:
         The parameter; True if it gets weight decay; True if it gets the special update of the
         optimizer (8-bit states, Muon) instead of plain AdamW.

@@ -420,13 +420,14 @@ class EdgeSearch:
     def _count_header_characters(self, i: int, constant: str, prompted: bool) -> int:
         """Return the number of leading characters of `constant` that belong to the prompt.
 
+        If `constant` begins with the generation prompt, that beginning does. If the generation
+        prompt ends with `constant`, all of it does. Whitespace, and text that the model must write
+        after a prompt, give 0. Raises EdgesNotFound if the template shows none of these.
+
         Args:
             i: index of the turn.
             constant: the text that the template prints before the content of the turn.
             prompted: True if the generation prompt has added text before `constant`.
-
-        Raises:
-            EdgesNotFound: it is not clear if the model has to write the text.
         """
         if not constant.strip():
             return 0

@@ -316,9 +316,10 @@ class Encoder:
     def _add_special_tokens(
         self, example: object, ids: np.ndarray, spans: list[Span]
     ) -> tuple[np.ndarray, list[Span]]:
-        """Return (ids, spans) with the tokenizer's special tokens put around a text.
+        """Return (ids, spans) with the special tokens around a text, and its EOS if it lacks one.
 
-        The spans are shifted, and the special tokens after the text are supervised, too.
+        Leading tokens that are present are not repeated; an empty text stays empty. The spans
+        [begin, end) are shifted, and the special tokens after the text are supervised, too.
         """
         start, end = (example.start, example.end) if isinstance(example, Text) else (True, True)
         if not len(ids) and start and end:
@@ -492,8 +493,8 @@ def _encode_in_processes(
 ) -> Iterator[list[EncodedRow]]:
     """Yield `encode_from(start)`, a block of encoded rows, for each of `starts`, in order.
 
-    Raises:
-        DataError: a worker process was killed.
+    One process means this process. Workers get all blocks at once, however slowly the results are
+    read. Raises DataError if a worker is killed.
     """
     if processes == 1:
         yield from map(encode_from, starts)

@@ -108,7 +108,8 @@ def _train_if_needed(model: ModelConfig, data: DataConfig, folder: Path, keep: b
         model: settings of the model without a tokenizer.
         data: settings of the data, whose text is the training text.
         folder: the folder for the tokenizer.
-        keep: use a trained tokenizer that is in `folder` already.
+        keep: use a trained tokenizer that is in `folder` already. If False, an existing one is
+            deleted before the new training.
 
     Returns:
         The new settings; `model` unchanged if the data is token ids.
