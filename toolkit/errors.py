@@ -59,7 +59,10 @@ def looks_secret(text: str) -> bool:
 
 
 def holds_token(text: str) -> bool:
-    """Return True if a text holds a token or a private key; URLs with credentials do not count."""
+    """Return True if a text holds an access token or a private key.
+
+    URLs with credentials do not count. A token is a secret here, not a unit of text.
+    """
     return bool(_TOKEN.search(text))
 
 

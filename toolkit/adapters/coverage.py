@@ -125,8 +125,8 @@ def find_idle_adapters(model: nn.Module) -> list[str]:
     """List the modules whose adapters are still zero after one or more steps. Collective.
 
     Such adapters got no gradient. An example is mamba's `dt_proj`, whose weight is read without
-    calling the module. The list is empty if every adapter is zero, because the learning rate was
-    zero then. Routed experts are never listed, because they may not have received a token yet.
+    calling the module. If all adapters are zero, the learning rate was zero, and the list is empty.
+    Routed experts are never listed, because they may not have received a token yet.
     """
     layers = peft_model.adapted_parameters(model)
     experts = {row.name for row in coverage_rows(model) if row.part == "experts"}

@@ -162,7 +162,7 @@ def _refuse_unusable(model: nn.Module, cfg: LoraConfig) -> None:
 def _build_peft_config(targets: Targets) -> "PeftConfig":
     """Build PEFT's LoraConfig from `targets.cfg` and the modules that were selected.
 
-    The task type is that of a reward model if its head is trained in full.
+    The task type is SEQ_CLS if the head of a reward model is trained in full, else CAUSAL_LM.
     """
     from peft import LoraConfig as PeftConfig
 
@@ -191,9 +191,11 @@ def _build_peft_config(targets: Targets) -> "PeftConfig":
 def _build_exclude_modules(targets: Targets) -> str | list[str]:
     """Build PEFT's `exclude_modules` from the setting and the modules that must be excluded.
 
+    Modules outside the text path, and those that PEFT cannot adapt, must be excluded.
+
     Returns:
-        A regular expression for full names if the setting is one, or if modules outside the text
-        path must be excluded. Otherwise a list of name endings, which may be empty.
+        A regular expression for full names if the setting is a regular expression, or if the model
+        has modules outside the text path. Otherwise a list of name endings, which may be empty.
     """
     setting = targets.cfg.exclude_modules
     ends = sorted({*([] if isinstance(setting, str) else setting), *targets.unfit})

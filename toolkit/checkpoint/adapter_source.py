@@ -370,9 +370,11 @@ def _read_toolkit_checkpoint(name: str, path: Path) -> AdapterSource:
 
 
 def _check_folder_kind(name: str, path: Path) -> None:
-    """Raise a ConfigError if a folder is a full model or a PEFT folder with a missing config.
+    """Raise a ConfigError if a folder without an adapter config cannot be `lora.from`.
 
-    Also raised if only its subfolders are PEFT folders; the error suggests them.
+    Call it only if the folder has no adapter_config.json. An error is raised for adapter weights;
+    for a full model, unless it is a checkpoint of the toolkit; and for a folder of PEFT folders,
+    which the error suggests, unless it is a checkpoint or a run.
     """
     if (path / _PICKLE).is_file() or (path / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"lora.from {name} has no {ADAPTER_FILE}; complete the PEFT folder")

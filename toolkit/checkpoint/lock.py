@@ -187,7 +187,10 @@ def _describe_owner(owner: dict[str, Any]) -> str:
 
 
 def _read_note(file: Folder) -> dict[str, Any]:
-    """Read the owner from a lock file; return {} if there is no file or no complete JSON."""
+    """Read the JSON object in a lock file, which describes its owner.
+
+    Returns {} if there is no file or no complete JSON.
+    """
     # The file is opened again each time, because an NFS client then queries the server.
     try:
         return _parse_note(file.read_bytes())

@@ -69,7 +69,11 @@ def _rename_keys(
     types_of: Callable[[type], dict[str, Any]],
     rename: Callable[[str], str],
 ) -> Any:
-    """Apply `rename` to the keys of `content` that `types_of(cls)` knows, and to its sections."""
+    """Apply `rename` to the keys of `content` that are in `types_of(cls)`, also in nested sections.
+
+    A section is a value whose type in `types_of(cls)` is a dataclass. Other keys and values stay
+    unchanged. If `content` is no dict, it is returned.
+    """
     if not isinstance(content, dict):
         return content
     types = types_of(cls)

@@ -510,7 +510,10 @@ class TrainingData:
         return lines
 
     def reading_lines(self) -> list[str]:
-        """Format log lines that count the rows of streams read so far; [] if there is no stream."""
+        """Format log lines with the number of rows read so far from each streamed source.
+
+        [] if no source is streamed, or nothing is counted yet.
+        """
         return [f"read       {line}" for line in self.feed.reading_lines()]
 
     def report(self) -> str:

@@ -88,9 +88,9 @@ class ExportPlan:
         return sorted(self.names[name] for names in alike for name in names[1:])
 
     def read_carried(self, group: ExportGroup) -> dict[str, Iterator[torch.Tensor]]:
-        """Map the outputs of a group that is copied from the source to iterators over row blocks.
+        """Map each output of a carried group to an iterator over blocks of the tensor's rows.
 
-        Such a group has no parameters of the trained model.
+        A carried tensor belongs to no parameter of the trained model. It is copied from the source.
         """
         return {name: self.carried[name].rows() for name in group.outputs}
 

@@ -244,8 +244,8 @@ class AdapterMerge:
     def _check_base(self, group: ExportGroup, folder: Path) -> None:
         """Raise an ExportError if the base lacks a tensor of `group`, or has it in a wrong form.
 
-        The shape must be as planned, and the dtype that of the export or castable to it. `folder`
-        is for the error.
+        The shape must be as planned, and the dtype that of the export or castable to it. Tensors
+        that the base stores in parts are not checked. `folder` is only named in the error.
         """
         for name, shape in group.outputs.items():
             exported, entry = self.plan.names[name], self.entries.get(self.plan.names[name])

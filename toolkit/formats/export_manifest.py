@@ -68,7 +68,9 @@ def describe_folder(folder: Path, only: Iterable[str] | None = None) -> dict[str
 
 
 def describe_tensor(entry: StoredTensor, xxh3: str) -> dict[str, Any]:
-    """Build a tensor's entry in the manifest: file, dtype, shape, offset in bytes, and hash.
+    """Build a tensor's entry in the manifest, with keys file, dtype, shape, begin and xxh3.
+
+    `begin` is the offset of the first byte in the file.
 
     Args:
         entry: the contiguous tensor in its file.

@@ -29,9 +29,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def slice_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the part of the full tensor `whole` that this rank holds of `like`, as a view.
+    """Return a view of the slice of the full tensor `whole` at this rank's shard of `like`.
 
-    If `like` is no DTensor, that is all of `whole`.
+    If `like` is no DTensor, `whole` itself is returned.
     """
     return whole[local_slices(like)] if isinstance(like, DTensor) else whole
 

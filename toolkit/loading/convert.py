@@ -61,7 +61,7 @@ class LoadGroup:
 
     @property
     def converted(self) -> bool:
-        """True if conversions compute the parameter; False if it is a copy of the only tensor."""
+        """True if conversions build the parameters; False if the one stored tensor is copied."""
         return self.operations is not None
 
 

@@ -67,7 +67,8 @@ def probe_packing(
     Args:
         config: config of the model.
         model_class: class before sharding; None: transformers' class for the config.
-        sequence_length: length of a packed row. Attention windows that are as long are not reduced.
+        sequence_length: length of a packed row. The copy keeps attention windows that are at least
+            this long; None: it reduces all windows.
         rows: rows of a micro-batch. Flash attention separates samples only if there is one row.
         device: device of the run, for attention implementations that do not run on a CPU.
         packed: if False, each row is one document, and the trial only tells if a mask is needed.

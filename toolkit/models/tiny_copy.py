@@ -165,8 +165,8 @@ def shrunk_configs(
         config: config of the full model; it is not changed.
         kinds: kind of each of its layers, from `describe_layer_kinds`. Small copies have only as
             many of the first layers as it takes to include all kinds.
-        length: length of a row in tokens. Attention windows that are as long are not reduced; None:
-            reduce all.
+        length: length of a row in tokens. Attention windows that are at least this long are kept;
+            None: reduce all.
         real_text: keep vocabulary, positions and windows, and at least two layers.
     """
     depth = max(kinds.index(kind) for kind in set(kinds)) + 1
@@ -211,10 +211,13 @@ def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 def _shrink_section(section: PreTrainedConfig, length: int | None, real_text: bool) -> None:
     """Reduce experts, inner widths, vocabulary, positions and windows in one config, in place.
 
+    Ids of special tokens are renumbered from 1 to fit the small vocabulary.
+
     Args:
         section: a config. Configs nested in it are not changed.
         length: see `shrunk_configs`.
-        real_text: keep vocabulary, positions and windows.
+        real_text: keep vocabulary, token ids, positions and windows, and reduce
+            `hidden_size_per_layer_input`.
     """
     vocabularies = [name for name in vars(section) if "vocab_size" in name]
     sizes = ((_EXPERTS, 4), (_CHOSEN, 2), (_GROUPS, 1), (_INNER, 64))

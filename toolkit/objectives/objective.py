@@ -91,7 +91,7 @@ class Objective:
 
     @property
     def models(self) -> Mapping[str, ModelConfig]:
-        """Settings of the frozen models of the run by role, such as "teacher"."""
+        """Role, such as "teacher" -> settings of that frozen model. Excludes the trained model."""
         return self.cfg.frozen_models
 
     @property

@@ -75,7 +75,11 @@ class PreferenceTuning(Objective):
         return line
 
     def _warn_of_short_lists(self) -> list[str]:
-        """Warn if a micro-batch of all ranks has one pair, which a sorted loss cannot sort."""
+        """Return a warning if the ranks together have one pair per micro-batch; otherwise [].
+
+        A loss that sorts pairs has no effect on one pair; the caller checks that such a loss is
+        configured. With packing, the list is always empty.
+        """
         if self.cfg.data.packing != "none" or self.cfg.train.micro_batch * self.loss.among.size > 1:
             return []
         names = ", ".join(sorted(SORTED_LOSSES & {*self.cfg.preference.loss_types}))

@@ -118,7 +118,7 @@ class Reference:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row that the run reads from its position on has reference values.
+        """Whether all rows that the run still reads have reference values.
 
         If not, `complete` computes them and needs the model that training starts from.
         """

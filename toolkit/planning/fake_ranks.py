@@ -100,9 +100,9 @@ def sharded(
         memory: bytes of each device; None: unlimited.
         model: a model on meta, without adapters. None: it is built.
         mesh_type: device type of the mesh, which may differ from `device_type`.
-        torch_compile: the setting to use if the layers are not compiled by `compile_by`.
-        compile_by: a torch.compile backend, with which the layers are compiled if the run would
-            compile them. None: never.
+        torch_compile: replaces `sharding.torch_compile` of `cfg`, unless `compile_by` takes effect.
+        compile_by: a torch.compile backend. It compiles the layers if the run itself would compile
+            them. None: do not compile them for that reason.
     """
     with fake_world(world_size, rank):
         model = build_on_meta(model_settings(cfg)) if model is None else model

@@ -307,7 +307,7 @@ class Meter(TorchDispatchMode):
         return WORKING.get(self._phase, self._phase)
 
     def _count(self, tensor: torch.Tensor, kind: str, replaces_kind: bool = False) -> None:
-        """Count a tensor's storage until it is freed; if it counts already, update its size.
+        """Count a tensor's storage until it is freed. For a counted storage, update its size.
 
         Args:
             tensor: the tensor; if it is a DTensor, its local tensor counts. Meta tensors are
@@ -331,7 +331,7 @@ class Meter(TorchDispatchMode):
         self._resize(live, storage.nbytes())
 
     def _free(self, key: int) -> None:
-        """Stop counting the storage with the `id()` `key`, because its memory is freed."""
+        """Stop counting a storage whose memory was freed. `key` is the `id()` of the storage."""
         self._resize(self._storages.pop(key), 0)
 
     def _resize(self, live: _LiveStorage, nbytes: int) -> None:
@@ -394,7 +394,10 @@ class Meter(TorchDispatchMode):
 
 
 def _count_flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
-    """Return the FLOPs of a matrix product, attention or convolution; 0 for other operations."""
+    """Return the FLOPs of a matrix product, attention or convolution; 0 for other operations.
+
+    Causal flash attention on a CPU counts half.
+    """
     name = func._schema.name
     if "flash_attention_for_cpu" in name:
         # Causal attention computes half of the products.

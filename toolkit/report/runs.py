@@ -135,7 +135,11 @@ def _drop_wrong_types(start: Line) -> Line:
 
 
 def _note_bad_lines(path: Path, lines: list[Line]) -> list[str]:
-    """Format one note for each kind of missing, cut-off or non-finite values in metrics.jsonl."""
+    """Format notes about a metrics.jsonl that has no steps, a cut-off end or non-finite values.
+
+    Without steps, that is the only note. Each metric with non-finite values gets one note with
+    their number and the first step. If lines are missing, the last one is taken to be cut off.
+    """
     if not lines:
         return [f"no step is logged yet in {METRICS}"]
     notes = []

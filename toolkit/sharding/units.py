@@ -415,7 +415,10 @@ def _build_unit(
 ) -> Unit:
     """Build one `Unit`: choose its compute dtype, output dtype and resharding.
 
-    With `reshard_after_forward: auto` all units except the root and the head are resharded.
+    The output dtype is set only for a unit with a dtype override that is neither the root nor has
+    the head: to the dtype of the unit around it. With `reshard_after_forward: auto`, all units
+    except the head are resharded. The root gets None, which is FSDP2's default, unless the setting
+    is a bool.
 
     Args:
         cfg: the sharding settings.

@@ -128,7 +128,7 @@ class HeadDivergence(HeadLoss):
 
     @property
     def logits_per_token(self) -> int:
-        """Number of logits per token that determines the size of a chunk."""
+        """Number of values per token in memory at once: four tensors of logits; see `HeadLoss`."""
         return _TENSORS_PER_CHUNK * self.vocabulary
 
     def __call__(

@@ -118,7 +118,7 @@ class HeadLoss:
 
     @property
     def logits_per_token(self) -> int:
-        """Number of logits per token that determines the size of a chunk."""
+        """Number of logits per token. A larger number gives chunks of fewer tokens."""
         return self.vocabulary
 
     @property

@@ -152,10 +152,10 @@ def _nca_loss(cfg: PreferenceConfig, pairs: PairLogps) -> torch.Tensor:
 
 
 def _exo_loss(cfg: PreferenceConfig, pairs: PairLogps) -> torch.Tensor:
-    """Compute the EXO loss of each pair, [pairs]: KL from the labels' distribution to the model's.
+    """Compute the EXO loss of each pair, [pairs]: KL(model || labels) over the two answers.
 
-    The model prefers the chosen answer with probability sigmoid(beta d), the labels with
-    probability 1 - label_smoothing.
+    The model prefers the chosen answer with probability sigmoid(beta * margin). The labels prefer
+    it with probability 1 - label_smoothing.
     """
     e, logits = cfg.label_smoothing, cfg.beta * pairs.margin
     chosen = torch.sigmoid(logits) * (F.logsigmoid(logits) - math.log1p(-e))

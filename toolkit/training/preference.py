@@ -94,8 +94,8 @@ class PreferenceLoss:
         """Return the number of terms of each mean in a micro-batch, for `Update`.
 
         Returns:
-            int64 [2]: pairs (for KTO labelled answers), and tokens of the cross entropy. For reward
-            models [1]: pairs.
+            int64 [2]: the number of pairs, and the number of tokens in the cross entropy. For KTO,
+            labelled answers count instead of pairs. For reward models int64 [1]: only the pairs.
         """
         pairs = _int_tensor(batch.n_sequences // 2, batch)
         if self.cfg.loss_type == "reward":
@@ -169,8 +169,8 @@ class PreferenceLoss:
 
         In the batch, each answer is followed by a partner: the same prompt with the answer of
         another row. The mean reward of the partners over the micro-batches of all ranks estimates
-        the KL divergence, from which gains and losses are measured. It has no gradient, so the
-        partners cost only a forward. Collective.
+        the KL divergence, from which gains and losses are measured. This estimate has no gradient,
+        so partners are computed in the forward but not in the backward. Collective.
 
         Args:
             model: the trained model.
@@ -249,7 +249,8 @@ def _label_metrics(
     The metric `margin` is the mean reward of desirable answers minus that of undesirable ones.
 
     Returns:
-        Name of a metric -> its sum; and name -> the number of its terms.
+        Name of a metric -> its 0-d sum; and name -> the number of its terms. `margin` has two sums
+        and two counts, [2]: desirable, then undesirable with a negative sum.
     """
     sums, counts = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for side, members in (("chosen", desirable), ("rejected", ~desirable)):

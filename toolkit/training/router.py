@@ -138,7 +138,9 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
 
 
 def _find_routers(base: PreTrainedModel) -> dict[str, tuple[nn.Module, int]]:
-    """Find the routers of a model, by the classes of which transformers can record the logits.
+    """Find the modules of a model that transformers records for `router_logits`.
+
+    They are found by their classes, in `_can_record_outputs`. Product-key routers are skipped.
 
     Returns:
         Name of a router -> its module, and the index of the logits among its outputs.

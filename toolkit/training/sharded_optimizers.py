@@ -55,7 +55,7 @@ class _AdamWWithSpecialGroups(torch.optim.AdamW):
         raise NotImplementedError
 
     def step_special(self, group: dict[str, Any]) -> None:
-        """Update the parameters of a special group. Subclasses implement it."""
+        """Do one optimizer step for the parameters of a special group. Subclasses implement it."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -148,7 +148,10 @@ class Muon(_AdamWWithSpecialGroups):
         return {"momentum_buffer": torch.zeros_like(parameter.detach())}
 
     def step_special(self, group: dict[str, Any]) -> None:
-        """Update the momentum and the parameters of a group. Collective."""
+        """Do one Muon step for the parameters of a group that have a gradient. Collective.
+
+        Updates their momentum, orthogonalises the update and applies it with weight decay.
+        """
         used = [p for p in group["params"] if p.grad is not None]
         updates: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in used:

@@ -286,7 +286,8 @@ def check_adapter_logits(export: AdapterExport) -> None:
 def _check_base(export: AdapterExport, folder: Path) -> None:
     """Raise ExportError if the weights in `folder` do not have the base digest of the manifest.
 
-    Without a digest, do nothing.
+    Does nothing if the manifest has no digest. Weight files that are missing are downloaded, if the
+    manifest names a Hub id. Raises LoadingError if weights cannot be read.
     """
     name = None if export.base_location is None else str(export.base_location)
     if export.base_digest is not None and base_digest(folder, name) != export.base_digest:

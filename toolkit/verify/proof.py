@@ -268,8 +268,8 @@ class MergeProof(Proof):
     ) -> str | None:
         """Describe how a parameter differs from the base (plus adapter); None if it is equal.
 
-        Values that differ by rounding only are accepted, and counted in `rounded`. Call it after
-        `read_parameters` on the parameter's group.
+        Values that differ by rounding only are accepted, and counted in `rounded`. Call it once for
+        each parameter, after `read_parameters` on its group: it removes the base weight read there.
         """
         if not self.is_computed(parameter):
             return super().describe_difference(parameter, actual, dtypes)

@@ -299,7 +299,7 @@ def align_beginnings(
 def _find_inserted_tags(search: EdgeSearch, i: int, span: Span) -> str:
     """Return the tags that the template prints between the start of a span and the turn's content.
 
-    Returns "" if nothing or anything other than tags and special tokens is printed there.
+    Returns "" if that text is empty, or if it holds more than tags, special tokens and whitespace.
 
     Args:
         search: the conversation and its rendering.

@@ -146,8 +146,8 @@ class NameMapping:
 
         Args:
             row: a row as it was read.
-            json_turns: columns whose text is parsed as a JSON list of turns, if names in turns
-                change. Those in `TURN_COLUMNS` need not be given.
+            json_turns: columns of JSON text with a list of turns. The text is parsed, and its turns
+                are renamed. Columns in `TURN_COLUMNS` are always treated like this.
         """
         dropped = {*self.columns.values(), *self.skipped}
         row = {name: value for name, value in row.items() if name not in dropped} | {

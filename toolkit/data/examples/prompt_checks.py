@@ -204,7 +204,7 @@ def refuse_possible_prompt(rows: Sequence[Row], used: Iterable[str], *, texts: b
 
 
 def _is_mappable(value: Any) -> bool:
-    """Return True if a value is text or turns, so that its column can be the prompt."""
+    """Return True if a value is text or a list of turns, so its column can map to `prompt`."""
     return isinstance(value, str) or is_conversation(value)
 
 

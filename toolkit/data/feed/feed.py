@@ -196,7 +196,7 @@ class Feed(ABC):
         return loaders
 
     def tokens_of_step(self) -> float:
-        """Compute the mean number of tokens in a global batch, without padding."""
+        """Estimate the tokens of a step: the mean over global batches, without padding."""
         means = self._mean_tokens_and_weights()
         mean = sum(tokens * share for tokens, share in means) / sum(share for _, share in means)
         return mean * self.position.global_batch
@@ -206,7 +206,7 @@ class Feed(ABC):
         """Format the log lines that describe the data when a run starts."""
 
     def reading_lines(self) -> list[str]:
-        """Format log lines that count the rows of streams read so far; [] if there is no stream."""
+        """Format log lines with the number of rows read so far; [] if no source is streamed."""
         return []
 
     @abstractmethod

@@ -272,7 +272,8 @@ class SourceStream:
         `items` becomes empty if the rest of the pass has no usable row.
 
         Raises:
-            DataError: several passes in a row (one per lane) gave no sample.
+            DataError: as many passes in a row as there are lanes gave no sample. A lane is one of
+                the parallel readers of a stream; it gets other rows in each pass.
         """
         self._place = self._next
         pieces, after, ended = self._read_window(self._place)

@@ -197,8 +197,9 @@ class ByLength:
     def _regroup_window(self, number: int) -> np.ndarray:
         """Return the samples of window `number` in their new order; int64.
 
-        A window has `GROUPED_BATCHES` global batches. Samples after the last complete batch, and
-        those of batches in which a source ends a pass, keep their positions.
+        A window has `GROUPED_BATCHES` global batches. Its samples are sorted by length, cut into
+        batches, and the batches are shuffled. A batch that has two passes of a source is not
+        changed, and no sample moves into another pass. Samples after the last complete batch stay.
         """
         start, stop = number * self.window_size, (number + 1) * self.window_size
         stop = stop if self.order.total is None else min(stop, self.order.total)
@@ -216,7 +217,7 @@ class ByLength:
 def _single_pass_ranges(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int]]:
     """Yield ranges (begin, end) of batches in which each source stays within one pass.
 
-    `end` is excluded. A batch in which a source begins a new pass belongs to no range.
+    `end` is excluded. A batch with samples of two passes of a source belongs to no range.
     """
     began, passes = 0, dict[int, int]()
     batches = len(draws.samples) // global_batch

@@ -57,9 +57,9 @@ def line_tables(
 ) -> Iterator[pa.Table]:
     """Read a file of JSON lines, a JSON list or CSV as tables with the schema `LINES`.
 
-    Each row is stored as JSON bytes in the column `RAW`. A row that cannot be read or is too long
-    is stored as a text in the column `FAULT`, which `decode_row` raises. Takes a few megabytes of
-    memory, but a JSON list is read completely. An empty file gives no table.
+    Each row is stored as JSON bytes in the column `RAW`. If a row cannot be read or is too long,
+    the reason is stored in the column `FAULT`, and `decode_row` raises it as an error. Takes a few
+    megabytes of memory, but a JSON list is read completely. An empty file gives no table.
 
     Args:
         file: its path.

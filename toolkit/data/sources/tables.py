@@ -365,7 +365,10 @@ def _holds_text(kind: pa.DataType) -> bool:
 
 
 def _list_plain_types(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """Yield the types within structs and lists, at any depth; for any other type, yield it."""
+    """Yield the types of the innermost values in nested structs and lists.
+
+    Any other type is yielded itself. That includes maps and fixed-size lists.
+    """
     if pa.types.is_struct(kind):
         for i in range(kind.num_fields):
             yield from _list_plain_types(kind.field(i).type)

@@ -148,10 +148,10 @@ class _Watch:
             self._end_process(1, 0.0, watcher.LOST_SECONDS)
 
     def _end_process(self, leave: int, grace: float, finish: float) -> None:
-        """End this process with the exit code `leave`, or with its own if it has reported one.
+        """End this process with the exit code `leave`, unless it has set an exit code already.
 
-        Before that, wait `grace` seconds, in which the process may end by itself. While a
-        checkpoint is written in the background, wait up to `finish` seconds.
+        Then that code is used. First wait `grace` seconds, in which the process may end by itself.
+        While a checkpoint is written in the background, wait up to `finish` seconds.
         """
         self.verdict = leave
         self.has_verdict.set()
