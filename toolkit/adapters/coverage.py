@@ -170,8 +170,8 @@ def _method_name(model: nn.Module) -> str:
 def _classify_matrix(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]) -> str:
     """Classify a matrix as `router`, `experts` (routed experts) or `layer` (anything else).
 
-    A router is named like one, and has a row for each expert. Experts are named so, or are stacked
-    along the first dim. Shared experts count as `layer`.
+    A router has the name of a router and one row per expert. Routed experts have the name of
+    experts, or are stacked along the first dim. Shared experts count as `layer`.
 
     Args:
         name: full name of the parameter.

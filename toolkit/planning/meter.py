@@ -158,7 +158,7 @@ class Meter(TorchDispatchMode):
         self._update_peak()
 
     def claim(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count these tensors' memory under `kind` from now on, not under its previous kind."""
+        """Count the memory of these tensors as `kind` instead of as their previous kind."""
         for tensor in tensors:
             self._count(tensor, kind, replaces_kind=True)
 

@@ -162,7 +162,7 @@ def _write_model(small: Any, real: PreTrainedModel, cfg: ModelConfig, folder: Pa
 def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) -> LoraConfig:
     """Write a PEFT folder with random values, like the adapter of `lora.from` but smaller.
 
-    Targets that match nothing in the small model are dropped.
+    Targets that match nothing in the small model are dropped; see `drop_unmatched_targets`.
 
     Args:
         lora: the settings of the run's adapter.

@@ -110,9 +110,9 @@ class PreferenceLoss:
         it is computed by a forward with the adapters switched off.
 
         Returns:
-            The summed preference loss and cross entropy, [2], with their counts, [2]; for reward
-            models the former only, [1]. A batch without pairs gives exact zeros, and gradients of
-            zeros.
+            The summed preference loss and cross entropy, [2], with their counts, [2]. For reward
+            models, the loss and the count of the pairs only, [1] each. A batch without pairs gives
+            exact zeros, and gradients of zeros.
 
         Raises:
             TrainingError: a reference is needed, and neither the batch nor the model has one.
@@ -232,7 +232,7 @@ def _zero_loss(batch: Batch) -> torch.Tensor:
 
 
 def _reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sum over the pairs: rewards, margins, and 1 for each pair with the larger reward chosen."""
+    """Sum rewards and margins over the pairs; count pairs whose chosen answer has more reward."""
     return {
         "reward_chosen": chosen.sum(),
         "reward_rejected": rejected.sum(),

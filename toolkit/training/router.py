@@ -409,7 +409,7 @@ class Router:
         return self.plan.coefficient * aux
 
     def _take_outputs(self) -> dict[str, tuple[_RouterOutput, ...]]:
-        """Remove the recorded outputs from the routers; return by name those of complete routers.
+        """Remove the recorded outputs from the routers, and map names of complete routers to them.
 
         A router is complete if it processed each token of the micro-batch. A router of an image
         tower, for example, is not.

@@ -248,7 +248,7 @@ class SourceStream:
 
         Raises:
             DataError: a row is refused, the rows have changed since the checkpoint was saved, or
-                several passes in a row (one per lane) gave no sample.
+                as many passes in a row as there are lanes gave no sample.
         """
         if self._used and not self.items:
             # Build the window again of which some samples were used before the resume.
@@ -272,8 +272,8 @@ class SourceStream:
         `items` becomes empty if the rest of the pass has no usable row.
 
         Raises:
-            DataError: as many passes in a row as there are lanes gave no sample. A lane is one of
-                the parallel readers of a stream; it gets other rows in each pass.
+            DataError: as many passes in a row as there are lanes gave no sample. A lane gets other
+                rows in each pass.
         """
         self._place = self._next
         pieces, after, ended = self._read_window(self._place)

@@ -56,7 +56,7 @@ class DrawnSamples(NamedTuple):
 
 
 class _Phase(NamedTuple):
-    """A range of positions in which the same sources are mixed. It ends when one is used up."""
+    """A range of positions in which the same sources are mixed, until one source is used up."""
 
     start: int
     """The first position."""

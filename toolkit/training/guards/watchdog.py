@@ -136,7 +136,7 @@ class _Watch:
     def _follow_orders(self) -> None:
         """Carry out the watcher's orders until the watcher ends; then end this process, too.
 
-        Orders are to write the unfinished collectives, or to end.
+        There are two orders: write the unfinished collectives, or end the process.
         """
         for line in self.watcher.stdout or ():
             order = json.loads(line)
