@@ -50,9 +50,9 @@ class DistillationConfig:
     """Settings of the loss `(1 - alpha) x cross entropy + alpha x temperature^2 x KL`."""
 
     divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
-    """`forward_kl`: KL(teacher || model), which makes the model cover everything that the teacher
-    considers likely. `reverse_kl`: KL(model || teacher), which makes it avoid what the teacher
-    considers unlikely."""
+    """`forward_kl`: the mean of log(teacher / model) under the teacher, which makes the model cover
+    everything that the teacher considers likely. `reverse_kl`: the mean of log(model / teacher)
+    under the model, which makes it avoid what the teacher considers unlikely."""
     temperature: Positive = 1.0
     """Divides the logits of model and teacher in the divergence. Above 1, unlikely tokens count
     more. The divergence is multiplied by its square, which keeps the size of the gradients."""
