@@ -368,7 +368,7 @@ def check_yaml(block: Block, folder: Path) -> str:
     file.write_text(block.text, "utf-8")
     try:
         kind = PreferConfig if "preference" in content else FinetuneConfig
-        kind = DistillConfig if "teacher" in content else kind
+        kind = DistillConfig if {"teacher", "distill"} & content.keys() else kind
         parse(kind, ["--config", str(file), *model(whole)])
     except ConfigError as error:
         raise Wrong(f"{block.page.name}:{block.line}: {error}") from error

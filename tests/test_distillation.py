@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks, run_toolkit
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit import cli
@@ -22,7 +23,14 @@ from toolkit.objectives import Distillation, build
 from toolkit.objectives.distillation import compare_vocabularies
 from toolkit.recipes import load_config
 from toolkit.training.distillation import distillation_loss, run_teacher
-from toolkit.training.head_divergence import Divergence, TopLogps, divergence_and_grad
+from toolkit.training.head_divergence import (
+    Divergence,
+    HeadDivergence,
+    TeacherHead,
+    TopLogps,
+    divergence_and_grad,
+)
+from toolkit.training.head_loss import LogitMap
 
 VOCABULARY = 40
 
@@ -49,12 +57,12 @@ def plain_loss(
         logits.double().flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORED
     )
     kl = torch.where(targets.flatten() == IGNORED, 0.0, kl.flatten())
-    return ((1 - d.alpha) * cross_entropy + d.alpha * d.temperature**2 * kl).sum()
+    return ((1 - d.kl_weight) * cross_entropy + d.kl_weight * d.temperature**2 * kl).sum()
 
 
 CASES = [
-    Divergence(temperature, alpha, is_reverse, top_k)
-    for temperature, alpha in ((1.0, 1.0), (2.0, 0.3))
+    Divergence(temperature, kl_weight, is_reverse, top_k)
+    for temperature, kl_weight in ((1.0, 1.0), (2.0, 0.3))
     for is_reverse in (False, True)
     for top_k in (None, 1, 5, VOCABULARY)
 ]
@@ -66,7 +74,7 @@ def test_the_gradient_is_that_of_autograd(d: Divergence, spread: float) -> None:
     torch.manual_seed(0)
     logits = (spread * torch.randn(7, VOCABULARY, dtype=torch.float64)).requires_grad_()
     teacher = spread * torch.randn(7, VOCABULARY, dtype=torch.float64)
-    alone = dataclasses.replace(d, alpha=1.0)
+    alone = dataclasses.replace(d, kl_weight=1.0)
     expected = plain_loss(logits, teacher, torch.zeros(7, dtype=torch.int64), alone)
     (expected_grad,) = torch.autograd.grad(expected, logits)
     log_q, log_p = ((x.detach() / d.temperature).log_softmax(-1) for x in (logits, teacher))
@@ -75,6 +83,26 @@ def test_the_gradient_is_that_of_autograd(d: Divergence, spread: float) -> None:
     scale = d.temperature**2
     torch.testing.assert_close(kl.sum() * scale, expected.detach(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(grad * scale / d.temperature, expected_grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("d", [case for case in CASES if case.kl_weight < 1], ids=str)
+@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(1.5, 3.0)], ids=str)
+def test_the_gradient_of_the_mix_is_that_of_autograd(d: Divergence, logit_map: LogitMap) -> None:
+    torch.manual_seed(0)
+    z = torch.randn(7, VOCABULARY, dtype=torch.float64).requires_grad_()
+    # The teacher's head has more rows; they are not compared.
+    teacher = 3 * torch.randn(7, VOCABULARY + 8, dtype=torch.float64)
+    targets = torch.tensor([3, IGNORED, 0, 39, IGNORED, 7, 7])
+    mapped = z * 1.0 if logit_map.cap is None else 3.0 * torch.tanh(z * 1.5 / 3.0)
+    expected = plain_loss(mapped, teacher[:, :VOCABULARY], targets, d)
+    (expected_grad,) = torch.autograd.grad(expected, z)
+    source = TeacherHead(teacher, lambda x: x, VOCABULARY + 8, LogitMap(), d)
+    task = HeadDivergence(
+        nn.Identity(), lambda x: x, VOCABULARY, logit_map, teacher=source, divergence=d
+    )
+    loss, grad = task.loss_and_logit_grad(z.detach(), targets, slice(0, 7), True)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-9)
 
 
 def test_top_k_of_the_vocabulary_is_the_full_divergence() -> None:
@@ -156,7 +184,7 @@ def test_a_model_that_changes_its_logits_is_distilled_from_all_of_them(
     )
     for changed in (model, teacher):
         changed.lm_head.register_forward_hook(lambda _, args, out: out + out.flip(-1))
-    batch, d = small_batch(model.config.vocab_size), Divergence(alpha=1.0)
+    batch, d = small_batch(model.config.vocab_size), Divergence(kl_weight=1.0)
     with torch.no_grad():
         model.lm_head.weight.add_(0.01 * torch.randn_like(model.lm_head.weight))
     loss = distillation_loss(model, run_teacher(teacher, batch, d), batch, d)
@@ -192,8 +220,8 @@ def test_settings_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"set teacher\.name_or_path"):
         _ = parse(DistillConfig, flags[:2]).frozen_models
     for name, value in (
-        ("distill.alpha", "0"),
-        ("distill.alpha", "1.5"),
+        ("distill.kl_weight", "0"),
+        ("distill.kl_weight", "1.5"),
         ("distill.temperature", "0"),
         ("distill.top_k", "0"),
         ("distill.stored", "true"),
@@ -225,7 +253,7 @@ def write_config(**sections: dict) -> None:
     content: dict = {
         "model": {"name_or_path": "model"},
         "teacher": {"name_or_path": "teacher"},
-        "distill": {"alpha": 0.8, "temperature": 2.0},
+        "distill": {"kl_weight": 0.8, "temperature": 2.0},
         "sharding": {"param_dtype": "float32"},
         "data": {"train_files": "rows.jsonl", "sequence_length": 64, "eval_split": 0.1},
         "optim": {"learning_rate": 1e-3},
@@ -270,7 +298,7 @@ def test_two_ranks_are_one(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_imitates_itself_has_nothing_to_learn(folder: Path) -> None:
-    write_config(distill={"alpha": 1.0, "top_k": 8, "divergence": "reverse_kl"})
+    write_config(distill={"kl_weight": 1.0, "top_k": 8, "divergence": "reverse_kl"})
     lora = ("--lora.r", "4", "--data.packing", "none", "--teacher.name_or_path", "model")
     (first, *_) = distill(2, "same", *lora)
     assert first["loss"] == pytest.approx(0, abs=1e-4)
@@ -333,7 +361,7 @@ def test_plan_rehearsal_report_and_export_know_the_teacher(
     assert not [k for k in load_file("export/model.safetensors") if "teacher" in k]
     assert cli.main(["report", "run"]) == 0
     page = Path("run/report.html").read_text("utf-8")
-    assert "distill, teacher teacher, divergence forward_kl, temperature 2.0, alpha 0.8" in page
+    assert "distill, teacher teacher, divergence forward_kl, temperature 2.0, kl_weight 0.8" in page
     assert "Agreement with the teacher" in page
     assert "settings that this version does not know" not in page
 

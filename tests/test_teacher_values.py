@@ -28,8 +28,8 @@ def test_stored_values_have_the_loss_of_the_live_teacher(models: Path, k: int | 
     width = model.config.vocab_size
     batch = small_batch(width)
     for case in (CASES[0], CASES[-1]):
-        live = Divergence(case.temperature, case.alpha, case.is_reverse, k)
-        stored = Divergence(case.temperature, case.alpha, case.is_reverse, k or width)
+        live = Divergence(case.temperature, case.kl_weight, case.is_reverse, k)
+        stored = Divergence(case.temperature, case.kl_weight, case.is_reverse, k or width)
         top = evaluate_teacher(teacher, batch, stored, width)
         ids = torch.zeros(batch.targets.numel(), stored.top_k, dtype=torch.int64)
         logps = torch.zeros(batch.targets.numel(), stored.top_k + 1)
@@ -48,7 +48,7 @@ def test_stored_values_have_the_loss_of_the_live_teacher(models: Path, k: int | 
         torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-4)
 
 
-STORED = {"stored": True, "top_k": 8, "alpha": 0.8, "temperature": 2.0}
+STORED = {"stored": True, "top_k": 8, "kl_weight": 0.8, "temperature": 2.0}
 
 
 @pytest.mark.slow

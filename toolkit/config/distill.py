@@ -47,18 +47,18 @@ class TeacherConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Settings of the loss `(1 - alpha) x cross entropy + alpha x temperature^2 x KL`."""
+    """Settings of the loss `(1 - kl_weight) x cross entropy + kl_weight x temperature^2 x KL`."""
 
     divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
-    """`forward_kl`: KL(teacher || model), which makes the model cover everything that the teacher
-    considers likely. `reverse_kl`: KL(model || teacher), which makes it avoid what the teacher
-    considers unlikely."""
+    """`forward_kl`: the mean of log(teacher / model) under the teacher, which makes the model cover
+    everything that the teacher considers likely. `reverse_kl`: the mean of log(model / teacher)
+    under the model, which makes it avoid what the teacher considers unlikely."""
     temperature: Positive = 1.0
     """Divides the logits of model and teacher in the divergence. Above 1, unlikely tokens count
     more. The divergence is multiplied by its square, which keeps the size of the gradients."""
-    alpha: UnitInterval = 0.5
+    kl_weight: UnitInterval = 0.5
     """Weight of the divergence. The cross entropy of the data's own tokens has the weight
-    1 - alpha. 1: the divergence alone."""
+    1 - kl_weight. 1: the divergence alone."""
     top_k: AtLeast1 | None = None
     """Compare the probabilities of this many tokens, the teacher's most likely ones at each
     position, and of all other tokens together. Empty: of every token."""
@@ -68,10 +68,10 @@ class DistillationConfig:
     during training."""
 
     def __post_init__(self) -> None:
-        if self.alpha == 0:
+        if self.kl_weight == 0:
             raise ConfigError(
-                "distill.alpha 0 leaves only the cross entropy, for which no teacher is needed: "
-                "set a weight above 0, or use `toolkit finetune`"
+                "distill.kl_weight 0 leaves only the cross entropy, for which no teacher is "
+                "needed: set a weight above 0, or use `toolkit finetune`"
             )
         if self.stored and self.top_k is None:
             raise ConfigError(

@@ -61,16 +61,7 @@ KINDS = (
         "distill",
         "distillation",
         DistillConfig,
-        frozenset(
-            {
-                "teacher.frozen_parameters",
-                "teacher.kernels",
-                "teacher.resize_embeddings",
-                "teacher.train_tokenizer",
-                "train.label_smoothing_factor",
-                "train.z_loss",
-            }
-        ),
+        frozenset({"train.label_smoothing_factor", "train.z_loss"}),
     ),
 )
 """The toolkit's own kinds, each after those whose settings it extends."""

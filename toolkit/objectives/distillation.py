@@ -45,7 +45,7 @@ class Distillation(Objective):
         settings = cfg.distill
         is_reverse = settings.divergence == "reverse_kl"
         self.divergence = Divergence(
-            settings.temperature, settings.alpha, is_reverse, settings.top_k
+            settings.temperature, settings.kl_weight, is_reverse, settings.top_k
         )
         self._values: TeacherValues | None = None
 

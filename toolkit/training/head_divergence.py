@@ -22,7 +22,7 @@ _TENSORS_PER_CHUNK = 4
 
 @dataclass(frozen=True)
 class Divergence:
-    """The loss of a token: `(1 - alpha) x cross entropy + alpha x temperature^2 x KL`.
+    """The loss of a token: `(1 - kl_weight) x cross entropy + kl_weight x temperature^2 x KL`.
 
     With p of the teacher and q of the model, both softmax(logits / temperature), the KL is KL(p||q)
     (forward) or KL(q||p) (reverse). The loss is that of Hinton et al. 2015 (arXiv:1503.02531); the
@@ -30,7 +30,7 @@ class Divergence:
     """
 
     temperature: float = 1.0
-    alpha: float = 0.5
+    kl_weight: float = 0.5
     is_reverse: bool = False
     top_k: int | None = None
     """Number of tokens that are compared one by one; None: all. See `TopLogps`."""
@@ -164,14 +164,14 @@ class HeadDivergence(HeadLoss):
         self._add("cross_entropy", cross_entropy)
         if "accuracy" in self.sums:
             self._add("accuracy", logps.argmax(-1) == targets)
-        kl_weight = d.alpha * d.temperature**2
-        loss = (1.0 - d.alpha) * cross_entropy.sum() + kl_weight * torch.where(valid, kl, 0.0).sum()
+        scale = d.kl_weight * d.temperature**2
+        loss = (1.0 - d.kl_weight) * cross_entropy.sum() + scale * torch.where(valid, kl, 0.0).sum()
         if grad is None:
             return loss, None
         # d (z / temperature) = 1 / temperature.
-        grad *= kl_weight / d.temperature
-        total = logps.exp_().mul_(1.0 - d.alpha)
-        total.scatter_(1, at, total.gather(1, at) - (1.0 - d.alpha))
+        grad *= scale / d.temperature
+        total = logps.exp_().mul_(1.0 - d.kl_weight)
+        total.scatter_(1, at, total.gather(1, at) - (1.0 - d.kl_weight))
         total[:, :width] += grad
         if self.logit_map.cap is not None:  # d tanh = 1 - tanh^2
             mapped = self.logit_map(logits.to(total.dtype))
