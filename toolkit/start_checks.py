@@ -44,6 +44,7 @@ from toolkit.data.tokens.tokenizer import load_tokenizer, prepare_tokenizer, use
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.mesh import DP_REPLICATE, DP_SHARD, data_ranks, mesh_shape
 from toolkit.models.peft_model import adapted_modules, has_adapters
+from toolkit.objectives.reference_model import check_reference
 from toolkit.planning.fake_ranks import sharded
 from toolkit.sharding.unit_table import unit_rows
 from toolkit.tables import size_text
@@ -331,13 +332,14 @@ def build_model(start: RunStart) -> str:
 
 
 def check_adapter_files(start: RunStart) -> str:
-    """Raise if adapter targets are not in the model, or `lora.from` has another base. Returns "".
+    """Raise if adapter targets, `lora.from` or `preference.reference` do not fit. Returns "".
 
     Reads small files only, and does not use PEFT, which would start a device.
     """
     cfg = start.cfg
     if cfg.adapters:
         check_target_names(start.model, cfg.adapters)
+    check_reference(cfg, start.model, start.model_cfg, files_only=True)
     if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
         return ""
     # A resumed run does not read that adapter.
@@ -348,9 +350,9 @@ def check_adapter_files(start: RunStart) -> str:
 
 
 def check_adapter(start: RunStart) -> str:
-    """Raise on all ranks if the run cannot continue the adapter in `lora.from`. Collective.
+    """Raise on all ranks if `lora.from` or `preference.reference` do not fit. Collective.
 
-    Logs which adapter is continued, if any. Returns "".
+    Logs which adapter is continued, and what the reference is. Returns "".
     """
 
     def check() -> str:
@@ -358,6 +360,7 @@ def check_adapter(start: RunStart) -> str:
         return check_continued_adapter(start.cfg, start.model, resumes=resumes)
 
     start.log(ranks.on_main(check))
+    start.log(check_reference(start.cfg, start.model, start.model_cfg))
     return ""
 
 

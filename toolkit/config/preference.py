@@ -33,6 +33,7 @@ _USERS: dict[str, tuple[str, ...]] = {
     "rpo_alpha": (*DPO_FAMILY, "simpo"),
     "simpo_gamma": ("simpo",),
     "discopop_tau": ("discopop",),
+    "reference": (*DPO_FAMILY, "kto"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "center_rewards_coefficient": ("reward",),
@@ -94,6 +95,10 @@ class PreferenceConfig:
     """kto: weight of answers whose label is false."""
     center_rewards_coefficient: NonNegative = 0.0
     """reward: weight of the squared sum of both rewards, which keeps their mean near 0."""
+    reference: str | None = None
+    """Folder or Hub id of the reference: a model with the tokenizer of the run, or a PEFT adapter
+    of its base model. Empty: the model that training starts from. Not used by simpo, orpo and
+    reward."""
 
     @property
     def loss_types(self) -> tuple[str, ...]:
@@ -147,6 +152,10 @@ class PreferenceConfig:
             raise ConfigError(
                 "preference.label_smoothing is the share of pairs whose sides are swapped; it "
                 f"must be below 0.5, got {self.label_smoothing}"
+            )
+        if self.reference == "":
+            raise ConfigError(
+                "preference.reference is an empty text; name a model or an adapter, or remove it"
             )
         if "exo_pair" in names and not self.label_smoothing:
             raise ConfigError(
@@ -272,6 +281,12 @@ class PreferConfig(FinetuneConfig):
             )
         if not self.preference.needs_reference:
             return
+        if self.preference.reference is not None:
+            raise ConfigError(
+                "data.streaming with preference.reference: the reference is computed for every row "
+                "before the first step, when the rows of a stream are not known yet; remove one of "
+                "them"
+            )
         if self.adapters is None:
             raise ConfigError(
                 f"data.streaming with preference.loss_type {loss_type}: the reference is computed "

@@ -170,7 +170,7 @@ def _select_hyperparameters(config: dict[str, Any], run: Path) -> dict[str, Any]
     """Map the settings that shaped the weights to their values, without paths.
 
     This includes the sections that a user's recipe adds. The name of a frozen model, such as a
-    teacher, is published like that of the base model.
+    teacher or the reference of preference tuning, is published like that of the base model.
     """
     selected: dict[str, Any] = {}
     for section, content in config.items():
@@ -182,6 +182,9 @@ def _select_hyperparameters(config: dict[str, Any], run: Path) -> dict[str, Any]
                 selected[f"{section}.{name}".strip(".")] = value
         if is_extra_section(section) and isinstance(content, dict) and "name_or_path" in content:
             selected[f"{section}.name"] = describe_base_model(content, run)["name"]
+        if section == "preference" and isinstance(content, dict) and content.get("reference"):
+            reference = {"name_or_path": content["reference"]}
+            selected["preference.reference"] = describe_base_model(reference, run)["name"]
     return selected
 
 

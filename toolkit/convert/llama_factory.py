@@ -38,8 +38,8 @@ _REFUSED = {
     "use_asft_loss": "the loss is another one",
     "use_eaft_loss": "the loss is another one",
     "pref_bco_weight": "a term of BCO is added to the loss",
-    "ref_model": "the reference is the model that training begins with, no other one",
-    "ref_model_adapters": "the reference is the model that training begins with, no other one",
+    "ref_model": "set preference.reference to it, if it is a model or a PEFT adapter",
+    "ref_model_adapters": "set preference.reference to it, if it is a model or a PEFT adapter",
     "mixture_of_depths": "the layers of the model are changed",
     "freeze_language_model": "the language model is the part that this toolkit trains",
 }

@@ -24,8 +24,8 @@ _RENAMED = {
 }
 _REFUSED = {
     "freeze_parameters_ratio": "only some layers are trained; set model.frozen_parameters",
-    "ref_model": "the reference is the model that training begins with, no other one",
-    "ref_adapters": "the reference is the model that training begins with, no other one",
+    "ref_model": "set preference.reference to it, if it is a model or a PEFT adapter",
+    "ref_adapters": "set preference.reference to it, if it is a model or a PEFT adapter",
     "ld_alpha": "all tokens of an answer weigh alike here",
     "use_galore": "optim.optim has no such optimizer",
     "target_regex": "give the expression as lora.target_modules",

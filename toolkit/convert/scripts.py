@@ -174,7 +174,7 @@ def _read_argument(
     if value is COMPUTED:
         reason = "computed by the script; set it yourself"
         if key == "ref_model":
-            reason = "the reference is the model that training begins with, no other one"
+            reason = "the reference is the model that training begins with, or preference.reference"
         notes[key] = f"{where} {ast.unparse(node)[:60]}: {reason}"
     elif key in settings and settings[key] != value:
         notes[f"{key} again"] = f"{where}: given before, with another value; the first one is kept"

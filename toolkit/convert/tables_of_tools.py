@@ -130,7 +130,10 @@ SMOOTHED_ONLY_HERE = ("sigmoid", "sigmoid_norm")
 # Key that changes the objective -> its harmless values, and why other values are refused.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sync_ref_model": ((False,), "the reference does not follow the model here"),
-    "ref_model": ((), "the reference is the model that training begins with, no other one"),
+    "ref_model": (
+        (),
+        "the reference is the model that training begins with, or preference.reference",
+    ),
     "ref_adapter_name": ((), "the reference is the model that training begins with"),
     "reference_free": ((False,), "preference.loss_type simpo and orpo need no reference"),
     "f_divergence_type": (("reverse_kl",), "only reverse_kl is supported"),

@@ -26,6 +26,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.adapters.peft_folder import fill_without_memory, load_with_peft, map_file_keys
+from toolkit.adapters.values import copy_from_main
 from toolkit.checkpoint import TrainState, local_copy, wait
 from toolkit.checkpoint.adapter_source import (
     AdapterSource,
@@ -172,7 +173,7 @@ def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
         )
         live = trained_tensors(model)
         for name, tensor in live.items():
-            _copy_local_part(tensor, values.get(name))
+            copy_from_main(tensor, values.get(name))
         stage, names = ranks.broadcast((stage, [*frozen]))
         _check_frozen_matrices(model, cfg, frozen, names)
         expected = ranks.broadcast(sums)
@@ -294,18 +295,6 @@ def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
                 f"{ours_scale}: a setting of its adapter_config.json is not carried over"
             )
     return state, names
-
-
-def _copy_local_part(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Broadcast a full tensor from rank 0, and copy this rank's part into `tensor`. Collective.
-
-    `value` is the full tensor on rank 0, and None on all other ranks.
-    """
-    full = torch.empty(tensor.shape, dtype=tensor.dtype) if value is None else value.contiguous()
-    if (group := ranks.object_group()) is not None:
-        dist.broadcast(full, src=0, group=group)
-    with torch.no_grad():
-        local_tensor(tensor).copy_(slice_like(full, tensor))
 
 
 def _check_frozen_matrices(

@@ -23,6 +23,7 @@ _MAIN_SETTINGS = (
     *("model.init", "data.sequence_length", "train.per_device_train_batch_size"),
     *("preference.loss_type", "preference.loss_weights", "preference.beta"),
     *("teacher.name", "distill.divergence", "distill.temperature", "distill.kl_weight"),
+    "preference.reference",
     *("train.gradient_accumulation_steps", "optim.learning_rate", "optim.lr_scheduler_type"),
     *("optim.warmup_steps", "optim.weight_decay", "optim.adam_beta1", "optim.adam_beta2"),
     *("optim.max_grad_norm", "model.dtype", "sharding.param_dtype", "lora.r", "lora.lora_alpha"),

@@ -153,6 +153,10 @@ class Objective:
                 attend_within_documents(model)
             self.frozen[role] = apply_fsdp(model, self.mesh, sharding)
 
+    def shard_temporary_models(self) -> list[Sharded]:
+        """Build and shard on meta the models that exist only before the first step, for plans."""
+        return []
+
     def file_bytes(self, data: TrainingData) -> int:
         """Estimate an upper limit of the bytes that `files` add to each checkpoint."""
         return 0

@@ -13,6 +13,7 @@ from toolkit.data.samples.batch import Batch
 from toolkit.mesh import Mesh, View
 from toolkit.objectives.objective import Objective, register
 from toolkit.objectives.reference import Reference, reference_bytes
+from toolkit.objectives.reference_model import shard_reference
 from toolkit.sharding import Sharded
 from toolkit.training.loss import LossSum
 from toolkit.training.pair_losses import SORTED_LOSSES
@@ -23,7 +24,8 @@ from toolkit.training.preference import PreferenceLoss
 class PreferenceTuning(Objective):
     """The objective of preference tuning, on pairs or labelled answers (`preference.loss_type`).
 
-    Most losses compare the model with a reference, the model that training starts from. `restore`
+    Most losses compare the model with a reference, by default the model that training starts from.
+    `restore`
     reads the reference's log-probabilities from the checkpoint. `prepare` computes those that are
     missing in a pass over the rows. See `toolkit.objectives.reference`.
     """
@@ -42,8 +44,17 @@ class PreferenceTuning(Objective):
 
     @property
     def needs_start(self) -> bool:
-        """Whether the checkpoint lacks reference values for rows that the run reads."""
-        return self._reference is not None and not self._reference.is_complete
+        """Whether the checkpoint lacks reference values that only the initial weights give."""
+        if self._reference is None or self.cfg.preference.reference is not None:
+            return False
+        return not self._reference.is_complete
+
+    def shard_temporary_models(self) -> list[Sharded]:
+        """Build the model in `preference.reference` on meta, and shard it; [] without one."""
+        if self.cfg.preference.reference is None:
+            return []
+        assert self.mesh is not None
+        return [shard_reference(self.cfg, self.mesh)]
 
     def restore(self, model: nn.Module, data: TrainingData, root: Any, saved: Any) -> None:
         """Read the reference values of the checkpoint to resume from, if any. Collective.

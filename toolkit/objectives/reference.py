@@ -16,8 +16,14 @@ or a resized embedding. A start before the first checkpoint uses the values with
 evaluates the rest. A resumed run has a trained model. If it reads more rows than before, the model
 of the first step is built again and proven by its digest. It evaluates these rows, and then gets
 the values of the checkpoint.
+
+[Note: another reference] With `preference.reference`, a second model evaluates the answers
+(`toolkit.objectives.reference_model`). Its digests take the place of those of the model that
+training starts from. It is loaded only if values are missing, also by a resumed run, and deleted
+after the pass.
 """
 
+import gc
 import hashlib
 import json
 from typing import Any
@@ -53,6 +59,7 @@ from toolkit.formats.bit_sums import part_sums, wrap_to_int64
 from toolkit.formats.layout import is_sharded_by_rows
 from toolkit.models.peft_model import base_of
 from toolkit.models.quantise import quantisation_settings
+from toolkit.objectives.reference_model import load_reference, reference_digest
 from toolkit.objectives.reference_pass import (
     Logps,
     Part,
@@ -95,7 +102,7 @@ class Reference:
             CheckpointError: the checkpoint holds no reference, or one for other rows, another base
                 model, or other settings that change the values.
         """
-        self.data, self.root, self.saved = data, root, saved
+        self.cfg, self.data, self.root, self.saved = cfg, data, root, saved
         self.files: dict[str, StateFile] = {}
         """For `TrainState.files`, once the values are complete; on rank 0."""
         self.tables: list[RowTable] = []
@@ -127,8 +134,9 @@ class Reference:
     def complete(self, sharded: Sharded) -> str:
         """Compute the missing reference values, and attach all values to the rows. Collective.
 
-        Call it before a checkpoint is restored: if `is_complete` is False, `sharded` must be the
-        model that training starts from. See [Note: origin of the reference]. Values are written to
+        Call it before a checkpoint is restored: if `is_complete` is False and the run has no
+        `preference.reference`, `sharded` must be the model that training starts from. See
+        [Note: origin of the reference]. Values are written to
         parts next to the checkpoints while they are computed. At the end, rank 0 sets `files`.
 
         Returns:
@@ -145,9 +153,7 @@ class Reference:
             return "reference  the base, with adapters off: one more forward of each batch"
         lines = [f"read from {self.saved / FILE}"] if self.saved is not None else []
         if self.saved is None or not self.is_complete:
-            lines += self._load_parts(sharded)
-        if not self.is_complete:
-            lines.append(self._evaluate_missing(sharded))
+            lines += self._compute(sharded)
         if not self.files and ranks.rank() == 0:
             values = {name: _finite_values(logps) for name, logps in self._logps.items()}
             self.files = {FILE: StateFile.of(encode(self._origin, values))}
@@ -156,6 +162,23 @@ class Reference:
         total = sum(len(table.rows) for table in self.tables)
         title = self.data.row_format.title
         return f"reference  {read:,} of {total:,} {title}: {'; '.join(lines) or 'none is read'}"
+
+    def _compute(self, sharded: Sharded) -> list[str]:
+        """Load the parts of an interrupted pass, compute what is missing; return log lines.
+
+        Collective.
+        """
+        name = self.cfg.preference.reference
+        if name is not None:
+            sharded = load_reference(self.cfg, sharded.mesh)
+        lines = self._load_parts(sharded)
+        if not self.is_complete:
+            lines.append(self._evaluate_missing(sharded))
+        if name is not None:
+            lines.append(f"by {name}")
+            del sharded
+            gc.collect()  # modules and hooks refer to each other
+        return lines
 
     def _read_checkpoint(self, saved: Folder) -> tuple[Origin, Values]:
         """Read the origin and the values of the reference in a checkpoint, and set `files`.
@@ -208,9 +231,12 @@ class Reference:
                 f"that it began with, {advice}"
             )
         if origin.get("base") != now["base"]:
+            setting = (
+                "preference.reference" if self.cfg.preference.reference else "model.name_or_path"
+            )
             raise CheckpointError(
-                f"{file} is of another base than this run has: give the model.name_or_path that it "
-                f"began with, {advice}"
+                f"{file} is of another {'reference' if self.cfg.preference.reference else 'base'} "
+                f"than this run has: give the {setting} that it began with, {advice}"
             )
         names = {"dtype": "sharding.param_dtype", "packing": "data.packing"}
         for key, setting in names.items():
@@ -266,6 +292,13 @@ class Reference:
             for kind, n in counts.items()
             if n
         ]
+        if self.cfg.preference.reference is not None:
+            return (
+                f"{saved / FILE} has no values of {' and '.join(rows)}, and preference.reference "
+                f"{self.cfg.preference.reference} is another model than before: its tensors have "
+                "other bits. Give the one that the run began with, or these settings as they were, "
+                "or start in another output_dir"
+            )
         return (
             f"{saved / FILE} has no values of {' and '.join(rows)}, and this start does not build "
             "the model that the run started from: its tensors have other bits. Give the model, "
@@ -322,7 +355,9 @@ class Reference:
             sharded, self.data, self.tables, self._missing_answers(), keep
         )
         self.files = {}
-        where = "before the first step" if self.saved is None else "by the model of the first step"
+        is_start = self.cfg.preference.reference is None
+        where = "before the first step" if self.saved is None else "for rows that are new"
+        where = "by the model of the first step" if self.saved is not None and is_start else where
         return f"{evaluation}, {where}; each checkpoint holds them"
 
 
@@ -380,6 +415,8 @@ def _describe_origin(
     base = "random"
     if cfg.model.init != "random" and assets.folder is not None:
         base = base_digest(assets.folder, assets.name_or_path, assets.revision)
+    if cfg.preference.reference is not None:
+        base = reference_digest(cfg, base)
     return {
         "rows": {table.name: table.digest() for table in tables},
         "base": base,

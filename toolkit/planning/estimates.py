@@ -19,7 +19,7 @@ from toolkit.mesh import data_ranks
 from toolkit.parsing import read_yaml
 from toolkit.planning.devices import KERNEL, LINKS, MEMORY, PRODUCTS, Device
 from toolkit.planning.meter import Work
-from toolkit.planning.simulation import PlanningError, Simulation
+from toolkit.planning.simulation import REFERENCE_PASS, PlanningError, Simulation
 
 RESERVE = 1_500_000_000
 """Assumed bytes of the device's context and of the allocator's fragments."""
@@ -71,10 +71,9 @@ def calibrate(
         PlanningError: the memory beyond parameters, gradients and optimizer state differs by a
             factor over 5, so another step was measured.
     """
-    # The largest factor with which no phase exceeds the measured peak.
-    memory = min(
-        (peak_bytes - (p.nbytes - p.working)) / p.working for p in sim.peaks.values() if p.working
-    )
+    # The largest factor with which no phase exceeds the measured peak. What is measured is a step.
+    peaks = [p for name, p in sim.peaks.items() if name != REFERENCE_PASS]
+    memory = min((peak_bytes - (p.nbytes - p.working)) / p.working for p in peaks if p.working)
     if not 1 / _MAX_PLAUSIBLE_FACTOR <= memory <= _MAX_PLAUSIBLE_FACTOR:
         raise PlanningError(
             f"{source} peaked at {peak_bytes / 1e9:,.3f} GB and its plan at "

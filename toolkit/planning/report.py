@@ -227,7 +227,7 @@ class PlanReport:
         rows.append(["all on the device", *(_gigabytes(p.nbytes) for p in peaks.values())])
         for name, nbytes in list_reserves(self.device, self.plan.sim.mesh).items():
             rows.append([f"{name} *", *[_gigabytes(nbytes)] * len(peaks)])
-        return format_table(rows, right={1, 2, 3})
+        return format_table(rows, right={*range(1, 1 + len(peaks))})
 
     def _estimate_table(self) -> list[str]:
         """Format a table of time, speed, traffic, host memory and disk."""

@@ -45,6 +45,7 @@ from toolkit.objectives import Objective, build
 from toolkit.planning.fake_ranks import TRACED, planned_packing, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.fsdp import Sharded
+from toolkit.tables import size_text
 from toolkit.training.flops import flops_per_token
 from toolkit.training.loss import LossSum, probe_loss_on_copy
 from toolkit.training.optim import build_optimizer
@@ -80,6 +81,10 @@ class State:
     def total(self) -> int:
         """The sum of the three, in bytes."""
         return self.parameters + self.gradients + self.optimizer
+
+
+REFERENCE_PASS = "reference pass"
+"""Phase before the first step, in which another reference is next to the model."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,7 @@ def _simulate(
         objective.shard_models()
         for frozen in objective.frozen.values():
             notes += _probe_loss(frozen.model, frozen.model)
+        temporary_models = objective.shard_temporary_models()
         batch = objective.largest_batch(planned_packing(cfg, base))
         granularity = 1 if on_host else _ALLOCATION_BYTES
         meter = Meter(absent, granularity, gloo=gloo and on_host and world_size > 1)
@@ -229,17 +235,41 @@ def _simulate(
                     f"a step of {model_class_name(base)} cannot be run without values: "
                     f"{one_line(error, 300)}"
                 ) from error
+        peaks = dict(meter.peaks)
+        if temporary := sum(local_bytes(m.model.parameters()) for m in temporary_models):
+            if not is_offloaded:
+                peaks[REFERENCE_PASS] = _reference_pass_peak(peaks["forward"], temporary)
+            notes.append(
+                f"before the first step, a reference of {size_text(temporary)} on this rank is "
+                "next to the model"
+            )
         host_activations = max(peak.kinds.get("host", 0) for peak in meter.peaks.values())
         return Simulation(
             **facts,
             mesh=(sharded_model.mesh.axes[DP_REPLICATE], sharded_model.mesh.axes[DP_SHARD]),
             state=state,
             offloaded=host_activations + (state.total if is_offloaded else 0),
-            peaks=meter.peaks,
+            peaks=peaks,
             work=meter.work,
             notes=tuple(notes),
             sharding=sharding,
         )
+
+
+def _reference_pass_peak(forward: Peak, temporary: int) -> Peak:
+    """Estimate the peak of a pass with a second model before the first step, from a forward.
+
+    The optimizer has no state yet. The pass stores no activations, so the forward of a training
+    step is an upper limit of its working memory if both models have layers of one size.
+
+    Args:
+        forward: the peak of the forward of a step.
+        temporary: bytes of the second model's shards on this rank.
+    """
+    bytes_by_kind = {kind: n for kind, n in forward.kinds.items() if kind not in (STATE, GRADIENTS)}
+    bytes_by_kind[PARAMETERS] = bytes_by_kind.get(PARAMETERS, 0) + temporary
+    absent = sum(forward.kinds.get(kind, 0) for kind in (STATE, GRADIENTS))
+    return Peak(forward.nbytes - absent + temporary, forward.working, bytes_by_kind, forward.layer)
 
 
 def _probe_loss(base: Any, model: nn.Module) -> list[str]:

@@ -31,7 +31,7 @@ from toolkit.rehearsal.settings import (
     rehearsal_config,
     settings_for_cpu,
 )
-from toolkit.rehearsal.shrunk import Shrunk, shrink, write_small_adapter
+from toolkit.rehearsal.shrunk import Shrunk, shrink, write_small_adapter, write_small_reference
 from toolkit.rehearsal.stages import STAGES, Recorder, SkippedError
 from toolkit.start_checks import RunStart, run_checks
 
@@ -209,6 +209,7 @@ class Rehearsal:
             frozen = replace(frozen, name_or_path=str(frozen_copy.folder), revision=None)
             changes: dict[str, Any] = {role: frozen}
             small_run = replace(small_run, **changes)
+        small_run = write_small_reference(cpu_cfg, small_run, small_cfg, self.folder)
         result = self.recorder.result
         result.changed = config.find_differences(cfg, small_run)
         processes = self.start.world_size

@@ -23,7 +23,8 @@ from toolkit.adapters.peft_folder import map_file_keys
 from toolkit.adapters.targets import check_target_names
 from toolkit.checkpoint.adapter_source import parse_adapter_settings
 from toolkit.config.lora import LoraConfig
-from toolkit.config.settings import ModelConfig
+from toolkit.config.preference import PreferConfig
+from toolkit.config.settings import ModelConfig, RunConfig
 from toolkit.errors import ModelError, one_line
 from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, DTYPES, assets_of, local_folder
 from toolkit.models.causal_lm import build_on_meta
@@ -31,6 +32,7 @@ from toolkit.models.classes import build_from_config, model_class_name, original
 from toolkit.models.modes import forked_rng
 from toolkit.models.peft_model import adapter_config, trained_tensors
 from toolkit.models.tiny_copy import describe_layer_kinds, shrunk_configs
+from toolkit.objectives.reference_model import reference_settings
 
 _MAX_PARAMETERS = 2**28
 _TARGET_SETTINGS = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
@@ -184,6 +186,34 @@ def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) 
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     (folder / ADAPTER_FILE).write_text(json.dumps(adapter_config(adapted), indent=2), "utf-8")
     return replace(lora, **parse_adapter_settings(adapter_config(adapted), str(folder)))
+
+
+def write_small_reference(
+    cfg: RunConfig, small_run: RunConfig, small_model: ModelConfig, folder: Path
+) -> RunConfig:
+    """Write a small counterpart of the model or adapter in `preference.reference`, if there is one.
+
+    Args:
+        cfg: the settings of the run, without kernels for GPUs.
+        small_run: the settings of the small run.
+        small_model: the settings of its model.
+        folder: the rehearsal's folder.
+
+    Returns:
+        `small_run` with the small reference.
+    """
+    if not isinstance(cfg, PreferConfig) or not isinstance(small_run, PreferConfig):
+        return small_run
+    if cfg.preference.reference is None:
+        return small_run
+    settings, lora = reference_settings(cfg)
+    if lora is not None:
+        place = folder / "reference-adapter"
+        write_small_adapter(replace(lora, load_in_4bit=False), build_on_meta(small_model), place)
+    else:
+        place = shrink(settings, cfg.sharding.param_dtype, folder / "reference-model").folder
+    preference = replace(small_run.preference, reference=str(place))
+    return replace(small_run, preference=preference)
 
 
 def drop_unmatched_targets(lora: LoraConfig, model: PreTrainedModel) -> LoraConfig:

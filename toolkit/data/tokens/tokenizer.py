@@ -79,6 +79,11 @@ def use_model_tokenizer(model: ModelConfig) -> ModelConfig:
     Raises:
         ModelError: the Hub cannot be reached, so it is not known if the model has a tokenizer.
     """
+    return find_model_tokenizer(model)
+
+
+def find_model_tokenizer(model: ModelConfig) -> ModelConfig:
+    """Set the tokenizer of the model as `use_model_tokenizer` does, in one process."""
     if model.tokenizer_name_or_path is not None:
         return model
     check_folder(model.name_or_path)

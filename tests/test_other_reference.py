@@ -1,0 +1,222 @@
+"""A reference that is not the start (`preference.reference`): models and adapters, on ranks."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import save_byte_tokenizer, save_tiny_model, slow
+from test_prefer_recipe import pair, run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from toolkit import cli
+from toolkit.checkpoint.reference_file import FILE, decode
+from toolkit.config import parse
+from toolkit.config.preference import PreferConfig, PreferenceConfig
+from toolkit.config.published import select_publishable_settings
+from toolkit.errors import ConfigError
+from toolkit.formats.metrics_file import read_metrics
+from toolkit.planning.simulation import REFERENCE_PASS, simulate
+
+CONFIG = {"vocab_size": 260, "max_position_embeddings": 512}
+
+
+def save_adapter(folder: Path, base: Path, seed: int = 3, **settings: Any) -> None:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **settings
+    )
+    tuned = peft.get_peft_model(model, lora)
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    tuned.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model to train, three others, an adapter, and rows."""
+    folder = tmp_path_factory.mktemp("references")
+    for seed, name in enumerate(("model", "other", "third")):
+        save_tiny_model(folder / name, seed=seed, **CONFIG)
+        save_byte_tokenizer(folder / name)
+    save_tiny_model(folder / "small", seed=5, **CONFIG | {"vocab_size": 200})
+    shutil.copytree(folder / "other", folder / "foreign")
+    file = folder / "foreign/tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = sorted(vocabulary)[40:42]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content))
+    save_adapter(folder / "adapter", folder / "model")
+    save_adapter(folder / "adapter_of_other", folder / "other")
+    rows = [json.dumps(pair(i)) + "\n" for i in range(24)]
+    (folder / "pairs.jsonl").write_text("".join(rows))
+    return folder
+
+
+def reference_values(run_folder: Path, step: int) -> dict[str, dict[int, float]]:
+    """Return the table's name -> answer -> log-probability, as a checkpoint has them."""
+    file = run_folder / "checkpoints" / f"step-{step:08d}" / FILE
+    tables = decode(file.read_bytes(), file)[1]
+    return {
+        name: dict(zip(answers.tolist(), logps.tolist(), strict=True))
+        for name, (answers, logps) in tables.items()
+    }
+
+
+def expected_logps(here: Path, name: str) -> list[float]:
+    """Return what transformers (and PEFT) compute for both answers of all rows."""
+    if name == "adapter":
+        base = AutoModelForCausalLM.from_pretrained(here / "model", dtype=torch.float32)
+        model: Any = peft.PeftModel.from_pretrained(base, here / "adapter")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(here / name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(here / "model")
+    template = (Path(__file__).parents[1] / "recipes/configs/chat_template.jinja").read_text()
+    values = []
+    for row in map(json.loads, (here / "pairs.jsonl").read_text().splitlines()):
+        for side in ("chosen", "rejected"):
+            options = {"chat_template": template, "tokenize": False}
+            turns = row["prompt"] + row[side]
+            full = tokenizer.apply_chat_template(turns, **options)
+            prompt = tokenizer.apply_chat_template(
+                row["prompt"], add_generation_prompt=True, **options
+            )
+            ids, n = (tokenizer(t, add_special_tokens=False).input_ids for t in (full, prompt))
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            picked = logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            values.append([picked[len(n) - 1 :], ids, len(n)])
+    return [picked for picked, *_ in values]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "flags"),
+    [
+        ("other", 2, ()),
+        slow("other", 1, ("--data.packing", "bfd", "--lora.r", 2)),
+        slow("adapter", 2, ("--lora.r", 2)),
+        slow("adapter", 1, ("--preference.loss_type", "[sigmoid,aot]")),
+    ],
+)
+def test_values_are_those_of_the_reference(
+    here: Path, name: str, world: int, flags: tuple[object, ...]
+) -> None:
+    output = f"{name}-{world}-{len(flags)}"
+    given = ("--preference.reference", name, *flags)
+    done = run(here, world, output, *given, steps=3)
+    assert done.returncode == 0, done.stderr
+    assert f"before the first step; each checkpoint holds them; by {name}" in done.stdout
+    assert read_metrics(here / output)[0]["loss"] != pytest.approx(0.693147, abs=1e-3)
+    picked = expected_logps(here, name)
+    ((_, values),) = reference_values(here / output, 3).items()
+    assert len(values) == 48
+    for answer, value in values.items():
+        # The template may end an answer with a newline, which is not supervised.
+        sums = [float(picked[answer][:end].sum()) for end in (None, -1)]
+        assert any(value == pytest.approx(total, rel=1e-4) for total in sums), (answer, sums)
+
+
+@pytest.mark.slow
+def test_a_resume_evaluates_new_rows_with_the_reference(here: Path) -> None:
+    """It does not build the initial weights again, and refuses another reference."""
+    folder = here / "resumed-reference"
+    shutil.copytree(here / "other", folder)
+    given = ("--preference.reference", folder, "--data.max_eval_samples", 1)
+    assert run(here, 2, "r", *given, steps=1, batch=4).returncode == 0
+    before = reference_values(here / "r", 1)
+    more = run(here, 1, "r", *given, steps=4, batch=4)
+    assert more.returncode == 0, more.stderr
+    assert f"for rows that are new; each checkpoint holds them; by {folder}" in more.stdout
+    ((name, after),) = reference_values(here / "r", 4).items()
+    assert len(after) > len(before[name]) > 0
+    assert {answer: after[answer] for answer in before[name]} == before[name]
+    whole = run(here, 1, "w", *given, steps=4, batch=4)
+    assert whole.returncode == 0, whole.stderr
+    for one, other in zip(read_metrics(here / "r"), read_metrics(here / "w"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
+    shutil.rmtree(folder)
+    shutil.copytree(here / "third", folder)
+    refused = run(here, 1, "r", *given, steps=5, batch=4)
+    assert refused.returncode != 0
+    assert "is of another reference than this run has: give the preference.reference" in (
+        refused.stdout + refused.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./missing", "expected the folder of a model or adapter, or a Hub id; there is no"),
+        ("pairs.jsonl", "this is a file"),
+        ("small", "expected a vocabulary of at least .* tokens, .*embedding has 200 rows"),
+        ("foreign", "2 of .* tokens have another id or none there"),
+        ("adapter_of_other", "is an adapter of another base"),
+    ],
+)
+def test_a_reference_that_does_not_fit_is_refused(
+    here: Path, name: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(here)
+    flags = ["--data.train_files", "pairs.jsonl", "--data.sequence_length", "256"]
+    flags += ["--train.max_steps", "1", "--output_dir", "refused"]
+    flags += [
+        "--data.chat_template",
+        str(Path(__file__).parents[1] / "recipes/configs/chat_template.jinja"),
+    ]
+    given = ["prefer", "--model.name_or_path", "model", *flags, "--preference.reference", name]
+    assert cli.main(given) != 0
+    shown = capsys.readouterr().err
+    pattern = rf"toolkit: error: preference.reference {name}: .*{message}.*\n"
+    assert re.fullmatch(pattern, shown), shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--preference.loss_type=simpo"],
+            "preference.reference has no effect with loss_type simpo",
+        ),
+        (["--preference.loss_type=reward"], "has no effect with loss_type reward"),
+        (
+            ["--data.streaming=true", "--lora.r=2", "--train.max_steps=3"],
+            "data.streaming with preference.reference",
+        ),
+    ],
+)
+def test_a_reference_without_effect_is_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(PreferConfig, ["--model.name_or_path", "m", "--preference.reference", "r", *flags])
+    with pytest.raises(ConfigError, match="is an empty text"):
+        PreferenceConfig(reference="")
+
+
+def test_a_plan_has_both_models_before_the_first_step(here: Path) -> None:
+    flags = ["--model.name_or_path", str(here / "model"), "--data.sequence_length", "64"]
+
+    def planned(*more: str) -> Any:
+        return simulate(parse(PreferConfig, [*flags, "--lora.r=2", *more]), 2, device_type="cpu")
+
+    plain = planned()
+    for name, larger in (("other", 0.4), ("adapter", 0.4)):
+        both = planned("--preference.reference", str(here / name))
+        assert REFERENCE_PASS not in plain.peaks
+        assert any("a reference of" in note for note in both.notes)
+        added = both.peaks[REFERENCE_PASS].kinds["parameters"] - plain.state.parameters
+        assert added > larger * plain.state.parameters
+        assert both.state == plain.state  # it is gone when training starts
+
+
+def test_a_model_card_names_the_reference_without_its_path(tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()
+    for name, shown in ((str(tmp_path / "sft"), "sft"), ("org/model", "org/model")):
+        config = {"model": {"name_or_path": "m"}, "preference": {"reference": name}}
+        settings = select_publishable_settings(config, tmp_path)["hyperparameters"]
+        assert settings["preference.reference"] == shown
