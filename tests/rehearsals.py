@@ -21,7 +21,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,8 @@ def sources() -> Iterator[Path]:
 
 
 def make_data(work: Path) -> None:
-    """Write the two data sets that the configs name, in their own layout and columns."""
+    """Write the data sets that the configs name, in their own layout and columns."""
+    make_preferences(work)
     chats = work / "HuggingFaceH4" / "ultrachat_200k" / "data"
     texts = work / "HuggingFaceFW" / "fineweb-edu" / "sample" / "10BT"
     for folder in (chats, texts):
@@ -152,6 +153,37 @@ def make_data(work: Path) -> None:
     pq.write_table(pa.Table.from_pylist(read), texts / "000_00000.parquet")
     card = "---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n"
     (texts.parent.parent / "README.md").write_text(f"{card}    path: sample/10BT/*\n---\n")
+
+
+def make_preferences(work: Path) -> None:
+    """Write the data sets of pairs and of labelled answers that the configs name."""
+    pairs = work / "HuggingFaceH4" / "ultrafeedback_binarized" / "data"
+    answers = work / "trl-lib" / "kto-mix-14k" / "data"
+    for folder in (pairs, answers):
+        folder.mkdir(parents=True)
+    texts = list(islice(documented(), 600))
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt": question,
+            "prompt_id": str(i),
+            "chosen": turns(question, answer),
+            "rejected": turns(question, other),
+            "messages": turns(question, answer),
+            "score_chosen": 8.0,
+            "score_rejected": 2.0,
+        }
+        for i, ((question, answer), (_, other)) in enumerate(pairwise(texts))
+    ]
+    for split in ("train_prefs", "test_prefs"):
+        pq.write_table(pa.Table.from_pylist(rows), pairs / f"{split}-00000-of-00001.parquet")
+    labelled = [
+        {"prompt": pair[:1], "completion": pair[1:], "label": row[side] is row["chosen"]}
+        for row in rows
+        for side in ("chosen", "rejected")
+        for pair in [row[side]]
+    ]
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(labelled), answers / f"{split}-00000-of-00001.parquet")
 
 
 def turns(question: str, answer: str) -> list[dict[str, str]]:
