@@ -476,13 +476,45 @@ STAGES = [
         shakespeare_sizes,
         inputs=("text",),
         optional=("nanogpt",),
+        minutes=10,
     ),
     *(
-        Stage(kind, title, partial(run_tuning, kind=kind), with_trl, inputs=ROWS)
+        Stage(
+            kind,
+            title,
+            partial(run_tuning, kind=kind),
+            with_trl,
+            inputs=ROWS,
+            minutes={"sft-lora": 4, "sft-full": 7, "dpo": 9}[kind],
+        )
         for kind, title in KINDS.items()
     ),
-    Stage("ranks", "the same on two ranks", run_ranks, with_trl, inputs=ROWS, after=tuple(KINDS)),
-    Stage("resume", "kill -9, resume", run_resume, tuning_sizes, inputs=ROWS, after=tuple(KINDS)),
-    Stage("answers", "before, after", run_answers, tuning_sizes, inputs=ROWS, after=tuple(KINDS)),
+    Stage(
+        "ranks",
+        "the same on two ranks",
+        run_ranks,
+        with_trl,
+        inputs=ROWS,
+        after=tuple(KINDS),
+        minutes=12,
+    ),
+    Stage(
+        "resume",
+        "kill -9 and resume",
+        run_resume,
+        tuning_sizes,
+        inputs=ROWS,
+        after=tuple(KINDS),
+        minutes=6,
+    ),
+    Stage(
+        "answers",
+        "before and after",
+        run_answers,
+        tuning_sizes,
+        inputs=ROWS,
+        after=tuple(KINDS),
+        minutes=3,
+    ),
 ]
 """The measured stages, in their order. A new one needs a section in `results_page.SECTIONS`."""

@@ -321,7 +321,7 @@ def test_a_tiny_run_of_all_stages_ends_and_a_second_one_measures_nothing(tmp_pat
     assert "Not measured yet" not in text
     assert text.count("**The peer was not measured: ") == 5
     assert "**NOT EQUAL**" not in text
-    assert "started again" not in text
+    assert "**started again**" not in text
     assert "did not verify" not in text
     resumed = json.loads((tmp_path / "results" / "resume.json").read_text())["figures"]["dpo"]
     assert resumed["losses_equal"]
