@@ -19,7 +19,7 @@ PROGRAMS := $(filter-out tests/test_%,$(wildcard tests/*.py))
 LOOSE := $(foreach code,arg-type assignment dict-item func-returns-value misc operator str-unpack union-attr var-annotated,--disable-error-code $(code))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest check format docs bench results gpu architectures layouts rehearsals versions soak clean
+.PHONY: help install demo demo-finetune test test-slow test-all test-faults test-plans test-rest test-long check format docs bench results gpu architectures layouts rehearsals versions soak clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,18 +45,21 @@ test: install  ## Run the fast tests (minutes)
 	$(PYTEST) -m 'not slow and not faults and not plans'
 
 test-slow: install  ## Run the slow tests: real launches, many repeats
-	$(PYTEST) -m slow
+	$(PYTEST) -m 'slow and not long'
 
 test-all: test test-slow  ## Run the fast and the slow tests
 
 test-faults: install  ## Run tests with kills, signals, hangs, lost hosts, full disks, hostile files (make soak: longer versions)
-	$(PYTEST) -m faults
+	$(PYTEST) -m 'faults and not long'
 
-test-plans: install  ## Run plans and rehearsals of full-size models, and a dry run of make gpu
-	$(PYTEST) -m plans
+test-plans: install  ## Run plans and rehearsals of full-size models
+	$(PYTEST) -m 'plans and not long'
 
-test-rest: install  ## Run all tests that make test skips
-	$(PYTEST) -m 'slow or faults or plans'
+test-rest: install  ## Run the slow tests, faults and plans
+	$(PYTEST) -m '(slow or faults or plans) and not long'
+
+test-long: install  ## Run the longest tests: a dry run of make gpu, plans of most ready configs, two guides
+	$(PYTEST) -m long
 
 check: install  ## Check lint, format, names, import layers and types
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
 
 
 @pytest.mark.plans
+@pytest.mark.long
 def test_dry_run_of_all_cases(tmp_path):
     import gpu
     import gpu_ledger

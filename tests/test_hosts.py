@@ -6,6 +6,7 @@ from rank_faults import prepare
 
 
 @pytest.mark.faults
+@pytest.mark.long
 def test_the_rest_goes_on_without_a_lost_host(tmp_path) -> None:
     if why := hosts.available():
         pytest.skip(f"no hosts here: {why}")

@@ -95,6 +95,7 @@ def test_a_wrong_line_of_the_page_is_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_page_on_qwen3_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "Qwen3.5-tiny", monkeypatch)
     names = ("instruction", "context", "response", "category")
@@ -150,6 +151,7 @@ def pair_of(question: str, answer: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_page_on_preferences(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

@@ -102,6 +102,7 @@ def test_another_result_of_a_guarded_file_is_noticed(tmp_path) -> None:
     assert all("another result" in case.said for case in cases)
 
 
+@pytest.mark.long
 def test_some_hundred_mutations() -> None:
     """Of every kind of file, by another seed than that of docs/evidence/mutations.md."""
     command = [sys.executable, "-W", "ignore", "tests/mutations.py"]

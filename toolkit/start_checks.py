@@ -421,8 +421,7 @@ def check_frozen_models(start: RunStart) -> str:
 
     Logs a line about differences that are accepted. Returns "".
     """
-    text = objectives.build(start.build_cfg).check_models(start.model, start.model_cfg)
-    if text:
+    if text := objectives.build(start.build_cfg).check_models(start.model, start.model_cfg):
         start.log(text)
     return ""
 
