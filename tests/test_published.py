@@ -139,7 +139,7 @@ _COMMAND = re.compile(r"#   toolkit (train|finetune|prefer|distill) (recipes/con
 PREFERENCES = [file for file in CONFIGS if "kind: prefer" in file.read_text("utf-8")]
 PLANNED_PREFERENCES = {"qwen3_8b_dpo_full_8gpu", "qwen3_8b_kto_lora_1gpu"}
 PLANNED = [file for file in CONFIGS if file not in PREFERENCES or file.stem in PLANNED_PREFERENCES]
-# Of each kind of model, adapters and size, one config is planned; `make test-long` plans the others.
+# Of each kind of model, adapters and size, one config is planned; `make test-long` plans the rest.
 PLANNED_OFTEN = {
     *("gemma3_1b_full_1gpu", "gpt_oss_20b_lora_1gpu", "llama3_8b_pretrain_8gpu", CONTROL),
     *("llama3_70b_full_4nodes", "qwen3_0.6b_distill_8gpu", "qwen3_30b_a3b_lora_8gpu"),
