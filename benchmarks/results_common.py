@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -205,10 +206,13 @@ def run_program(
 
 
 def last_error(output: str) -> str:
-    """Return the line of a program's output that most likely says why it failed."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["no output"])[-1][:300]
+    """Return the line of a program's output that most likely says why it failed.
+
+    Only lines that name an error are returned, because other lines may show training rows.
+    """
+    lines = (line.strip() for line in output.splitlines())
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?(error: |[\w.]*Error: )", line)]
+    return errors[-1][:300] if errors else "no line of its log names an error"
 
 
 def kill_after_checkpoint(

@@ -418,6 +418,7 @@ def draw_curves(curves: Mapping[str, Sequence[tuple[float, float]]], label: str)
 
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     ink, grid, paper = (COLOURS[name][0] for name in ("ink", "grid", "paper"))
     options: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.size": 13}
@@ -433,7 +434,7 @@ def draw_curves(curves: Mapping[str, Sequence[tuple[float, float]]], label: str)
             axes.plot(*zip(*points, strict=True), label=title, color=colour, **style)
         axes.set_xlabel("step")
         axes.set_ylabel(label)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(color=grid, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)

@@ -185,6 +185,22 @@ def test_every_stage_has_a_section() -> None:
     assert len(STAGES) >= 7
 
 
+def test_a_failed_program_names_its_error_and_shows_no_row(tmp_path) -> None:
+    from results_common import ResultsError, run_program
+
+    for code, words in (
+        (
+            "print('a row with an Error in it'); raise ValueError('the cause')",
+            "ValueError: the cause",
+        ),
+        ("print('a row'); raise SystemExit(3)", "exit code 3: no line of its log names an error"),
+    ):
+        with pytest.raises(ResultsError, match=words) as error:
+            run_program([sys.executable, "-c", code], tmp_path / "log", threads=1)
+        assert "a row" not in str(error.value)
+        assert str(tmp_path / "log") in str(error.value)
+
+
 # ---- The page ------------------------------------------------------------------------------------
 
 
