@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from sharded import apply_fsdp, init_mesh
 from torch.distributed.tensor import DTensor
 
+from toolkit.adapters import values as adapter_values
 from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint.adapter_source import apply_adapter_settings
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig, ShardingConfig
 from toolkit.errors import ConfigError
-from toolkit.export import adapter_loading, check_adapter, consolidate, load_adapter
+from toolkit.export import check_adapter, consolidate, load_adapter
 from toolkit.formats import export_manifest
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.hub import card as model_card
@@ -143,18 +144,18 @@ def load_all(rank: int, world: int, root: str) -> dict[str, Any]:
         values = {n: full(t) for n, t in trained_tensors(model).items()}
         logits = model(input_ids=ids, use_cache=False).logits.detach()
         results[name] = {"values": values, "logits": logits}
-    real = adapter_loading.slice_like
+    real = adapter_values.slice_like
 
     def first_rows(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return whole[: len(real(whole, like))]  # every rank takes rank 0's rows
 
-    adapter_loading.slice_like = first_rows
+    adapter_values.slice_like = first_rows
     try:
         continued(config_of(Path(root, "patterns")), world)
     except ConfigError as error:
         results["refused"] = str(error)
     finally:
-        adapter_loading.slice_like = real
+        adapter_values.slice_like = real
     return results
 
 

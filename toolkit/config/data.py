@@ -191,8 +191,8 @@ def _is_json(value: Any) -> bool:
 
 
 _OBJECT_ADVICE = (
-    "For rows in memory, call dataset.to_parquet(FILE) and give FILE as data.train_files, or call "
-    "dataset.save_to_disk(FOLDER) and give FOLDER as data.dataset_name"
+    "For rows in memory, call toolkit.finetune(data=dataset, ...), or call "
+    "dataset.to_parquet(FILE) and give FILE as data.train_files"
 )
 
 
