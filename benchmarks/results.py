@@ -106,7 +106,7 @@ def run_stages(stages: list[Stage], setup: Setup) -> None:
     for stage in stages:
         record = read_record(setup, stage.name)
         if record is not None and record["key"] == keys[stage.name]:
-            print(f"{stage.name:<11}done at commit {record['commit']}, {record['date']}")
+            print(f"{stage.name:<13}done at commit {record['commit']}, {record['date']}")
             continue
         stale = [
             name
@@ -115,7 +115,7 @@ def run_stages(stages: list[Stage], setup: Setup) -> None:
         ]
         if stale:
             raise ResultsError(f"{stage.name}: run {', '.join(stale)} before (--only)")
-        print(f"{stage.name:<11}{stage.title}", flush=True)
+        print(f"{stage.name:<13}{stage.title}", flush=True)
         begun = time.monotonic()
         try:
             figures = stage.run(setup)
@@ -124,8 +124,8 @@ def run_stages(stages: list[Stage], setup: Setup) -> None:
         seconds = time.monotonic() - begun
         write_record(setup, stage, keys[stage.name], figures, seconds)
         if reason := figures.get("not_measured"):
-            print(f"{stage.name:<11}the peer was not measured: {reason}")
-        print(f"{stage.name:<11}{seconds / 60:.1f} minutes", flush=True)
+            print(f"{stage.name:<13}the peer was not measured: {reason}")
+        print(f"{stage.name:<13}{seconds / 60:.1f} minutes", flush=True)
 
 
 def all_keys(setup: Setup) -> dict[str, str]:

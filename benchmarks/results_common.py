@@ -244,11 +244,13 @@ def kill_after_checkpoint(
                     raise ResultsError(f"the run ended before it could be killed ({log})")
                 if time.monotonic() > deadline:
                     raise ResultsError(f"no checkpoint within {seconds:.0f} s ({log})")
-                time.sleep(0.05)
+                time.sleep(0.02)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    if process.returncode != -signal.SIGKILL:
+        raise ResultsError(f"the run ended before it could be killed ({log})")
     return len([*run.glob(commits)])
 
 

@@ -53,9 +53,17 @@ def tuning_sizes(tiny: bool) -> dict[str, Any]:
     if tiny:
         sizes: dict[str, Any] = {"steps": 4, "batch": 2, "rounds": 1, "held_out": 4}
         sizes |= {"max_tokens": 256, "warm": 1, "prompts": 2, "answer_tokens": 4}
+        # Saves take longer than steps here, so a kill after the first one comes before the end.
+        sizes["save_steps"] = 1
     else:
         sizes = {"steps": 20, "batch": 4, "rounds": 2, "held_out": 64}
-        sizes |= {"max_tokens": 128, "warm": 2, "prompts": len(PROMPTS), "answer_tokens": 48}
+        sizes |= {
+            "max_tokens": 128,
+            "warm": 2,
+            "prompts": len(PROMPTS),
+            "answer_tokens": 48,
+            "save_steps": 10,
+        }
     rates = {"sft-lora": 2e-4, "sft-full": 2e-5, "dpo": 1e-4}
     return sizes | {"learning_rates": rates, "beta": 0.1, "lora": {"r": 8, "lora_alpha": 16}}
 
@@ -205,7 +213,7 @@ def tuning_config(setup: Setup, kind: str, world: int, run: Path) -> dict[str, A
             "per_device_train_batch_size": sizes["batch"] // world,
             "logging_steps": 1,
         },
-        "checkpoint": {"save_steps": sizes["steps"] // 2},
+        "checkpoint": {"save_steps": sizes["save_steps"]},
         "output_dir": str(run),
     }
     if kind != "sft-full":

@@ -343,7 +343,7 @@ def test_a_tiny_run_of_all_stages_ends_and_a_second_one_measures_nothing(tmp_pat
     assert resumed["losses_equal"]
     assert resumed["state_equal"]
     assert resumed["has_resumed"]
-    assert resumed["checkpoints_at_kill"] == 1
+    assert resumed["checkpoints_at_kill"] >= 1
     (ranks,) = json.loads((tmp_path / "results" / "ranks.json").read_text())["figures"][
         "kinds"
     ].values()
