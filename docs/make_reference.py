@@ -61,7 +61,7 @@ work. What is not on this page may change with any release.
 """
 # Room -> the names of a module that recipes call; None: all that a package's `__init__.py` offers.
 API: dict[str, tuple[str, ...] | None] = {
-    "toolkit.api": ("Run", "run"),
+    "toolkit.api": ("SavedRun", "run"),
     "toolkit.config": None,
     "toolkit.mesh": ("Mesh", "View", "init_mesh"),
     "toolkit.models": None,

@@ -86,7 +86,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list:
         commands.append((arguments, yaml.safe_load(Path(arguments[1]).read_text("utf-8"))))
 
     monkeypatch.setattr(api, "run_command", record)
-    monkeypatch.setattr(api, "Run", lambda path, quiet: path)
+    monkeypatch.setattr(api, "SavedRun", lambda path, quiet: path)
     return commands
 
 
@@ -146,7 +146,7 @@ def test_wrong_arguments_are_refused_before_a_process() -> None:
     with pytest.raises(ConfigError, match="no kind of run 'distil'"):
         toolkit.run("distil", output_dir="r")
     with pytest.raises(ConfigError, match="expected the output_dir of a run"):
-        toolkit.Run("nowhere")
+        toolkit.SavedRun("nowhere")
     with pytest.raises(AttributeError, match="no attribute 'finetun'"):
         toolkit.finetun  # noqa: B018 - reading the name is the test
 
@@ -187,7 +187,7 @@ def test_a_run_from_rows_to_an_export(chat_model: Path, tmp_path: Path, capsys) 
     flags = ["--config", str(run.config_file), "--train.max_steps", "5"]
     result = run_recipe_ranks("finetune", 1, *flags, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert [line["step"] for line in toolkit.Run(run.path).metrics][-1] == 5
+    assert [line["step"] for line in toolkit.SavedRun(run.path).metrics][-1] == 5
     merged = run.export(tmp_path / "merged", merge=True)
     run.verify(merged)
     AutoModelForCausalLM.from_pretrained(merged)
@@ -218,7 +218,7 @@ def test_the_stop_button_saves_a_checkpoint(chat_model: Path, tmp_path: Path, mo
             train={"max_steps": 100_000},
             sharding={"param_dtype": "float32"},
         )
-    assert toolkit.Run(tmp_path / "run").checkpoint is not None, printed
+    assert toolkit.SavedRun(tmp_path / "run").checkpoint is not None, printed
 
 
 def test_a_run_stopped_by_a_signal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,6 +325,7 @@ def test_both_configs_are_there() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_tiny_run_of_all_stages_ends_and_a_second_one_measures_nothing(tmp_path) -> None:
     """Recipes, exports, two ranks, kill -9 and resume, held-out figures, the page; no peers."""
     page = tmp_path / "docs" / "results.md"

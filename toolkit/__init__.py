@@ -19,15 +19,15 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python API when one of its names is first used: Run, run and the kinds of runs."""
+    """Import the Python API when one of its names is first used: SavedRun, run or a kind of run."""
     # `from toolkit import MODULE` asks here first; it must not import the API.
     if name.startswith("_") or importlib.util.find_spec(f"toolkit.{name}") is not None:
         raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
     api = importlib.import_module("toolkit.api")
-    return getattr(api, name) if name in ("Run", "run") else api.starter(name)
+    return getattr(api, name) if name in ("SavedRun", "run") else api.starter(name)
 
 
 def __dir__() -> list[str]:
     from toolkit.config import KINDS
 
-    return sorted({*globals(), "Run", "run", *(kind.name for kind in KINDS)})
+    return sorted({*globals(), "SavedRun", "run", *(kind.name for kind in KINDS)})

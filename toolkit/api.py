@@ -39,10 +39,10 @@ _LAST_LINES = 20  # of a failed command, for its error
 _ERROR_MARKS = ("toolkit: error: ", "error: ")
 
 
-class Run:
+class SavedRun:
     """A run on the disk: its metrics, its checkpoints and what can be made of them.
 
-    `toolkit.Run(output_dir)` opens a run of an earlier session or of the command line.
+    `toolkit.SavedRun(output_dir)` opens a run of an earlier session or of the command line.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], quiet: bool = False) -> None:
@@ -61,7 +61,7 @@ class Run:
             raise ConfigError(f"expected the output_dir of a run, with config.yaml: {self.path}")
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
+        return f"SavedRun({str(self.path)!r})"
 
     @property
     def config_file(self) -> Path:
@@ -165,7 +165,7 @@ def run(
     accelerate_config: str | os.PathLike[str] | None = None,
     quiet: bool = False,
     **settings: Any,
-) -> Run:
+) -> SavedRun:
     """Train, as `toolkit COMMAND` does, and return the run. The same call resumes a stopped run.
 
     Args:
@@ -216,10 +216,10 @@ def run(
         file = Path(folder, "config.yaml")
         file.write_text(yaml.safe_dump(content, sort_keys=False), "utf-8")
         run_command([kind_of_run.command, str(file), *arguments], quiet)
-    return Run(content["output_dir"], quiet)
+    return SavedRun(content["output_dir"], quiet)
 
 
-def starter(kind: str) -> Callable[..., Run]:
+def starter(kind: str) -> Callable[..., SavedRun]:
     """Return the function that starts runs of a kind: `starter("finetune")` is `finetune`.
 
     Raises:

@@ -194,15 +194,7 @@ def _simulate(
         base: Any = base_of(model)
         notes = _probe_loss(base, model)
         # Computed while the model is on meta, because the step replaces its tensors.
-        facts: dict[str, Any] = {
-            "model": model_class_name(base),
-            "values": count_values(model),
-            "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "model_flops_per_token": flops_per_token(model, cfg.data.sequence_length),
-            "largest_tensor": max(p.numel() * p.element_size() for p in model.parameters()),
-            "checkpoint": estimate_checkpoint_bytes(model, world_size, cfg.optim),
-            "export": estimate_export_bytes(model),
-        }
+        facts = _describe_model(model, base, cfg, world_size)
         is_compiled = sharding.torch_compile == "layer"
         asks_compilation = cfg.sharding.torch_compile not in (False, "none", "auto")
         if compiled and asks_compilation and not is_compiled:
@@ -254,6 +246,26 @@ def _simulate(
             notes=tuple(notes),
             sharding=sharding,
         )
+
+
+def _describe_model(model: nn.Module, base: Any, cfg: RunConfig, world_size: int) -> dict[str, Any]:
+    """Compute the fields of a `Simulation` that depend on the model alone; it is on meta.
+
+    Args:
+        model: the sharded model, with adapters if the run has them.
+        base: the model without adapters.
+        cfg: settings of the run.
+        world_size: number of ranks.
+    """
+    return {
+        "model": model_class_name(base),
+        "values": count_values(model),
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "model_flops_per_token": flops_per_token(model, cfg.data.sequence_length),
+        "largest_tensor": max(p.numel() * p.element_size() for p in model.parameters()),
+        "checkpoint": estimate_checkpoint_bytes(model, world_size, cfg.optim),
+        "export": estimate_export_bytes(model),
+    }
 
 
 def _reference_pass_peak(forward: Peak, temporary: int) -> Peak:
