@@ -44,7 +44,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.no_peers:
         os.environ[NO_PEERS] = "1"
-    folder = args.folder.absolute()
+    # A dry run has other rows, and must not replace the records of a measurement.
+    folder = args.folder.absolute() / ("tiny" if args.tiny else "")
     folder.mkdir(parents=True, exist_ok=True)
     setup, missing = set_up(folder, args.data, args.model, args.tiny)
     if args.list:

@@ -282,7 +282,7 @@ def train_with_trl(setup: Setup, kind: str, world: int, run: Path, save: bool) -
 def ordered_rows(setup: Setup, kind: str) -> Path:
     """Write the training rows in the order in which the toolkit reads them; return the file."""
     name = "pairs_train" if kind == "dpo" else "chats_train"
-    target = setup.data / f"{name}_ordered.jsonl"
+    target = ordered_file(setup, kind)
     if target.exists():
         return target
     order_file = setup.folder / kind / "order"
@@ -299,8 +299,15 @@ def ordered_rows(setup: Setup, kind: str) -> Path:
     return target
 
 
+def ordered_file(setup: Setup, kind: str) -> Path:
+    """Return the file of `ordered_rows`. Each measurement of a kind on one rank writes its own."""
+    return setup.data / f"{kind}_ordered.jsonl"
+
+
 def run_tuning(setup: Setup, kind: str) -> dict[str, Any]:
     """Train on one rank by the toolkit and by TRL, in turns, and export the toolkit's model."""
+    # The file of an earlier measurement may have other rows or another order.
+    ordered_file(setup, kind).unlink(missing_ok=True)
     write_start(setup, kind)
     reason = trl_reason()
     sides: dict[str, list[dict[str, Any]]] = {"toolkit": [], "trl": []}

@@ -177,6 +177,68 @@ def test_a_stage_is_skipped_until_its_settings_or_inputs_change(tmp_path, monkey
     assert calls == ["first", "second"] * 3
 
 
+def fake_setup(folder: Path, monkeypatch, **digests: str) -> tuple[Any, list[tuple[str, Any]]]:
+    """A setup of two training rows, and the list of the programs that its stages would run."""
+    import results_stages
+    from results_common import Setup
+
+    programs: list[tuple[str, Any]] = []
+    run = {"losses": [1.0], "seconds": [1.0], "peak": 1, "metrics": {}}
+
+    def run_program(command: list[str], log: Path, **_: Any) -> tuple[str, float]:
+        if "order" in command:
+            programs.append(("order", None))
+            Path(command[-1]).write_text("[1, 0]")
+        return "verified", 1.0
+
+    def run_peer(program: str, settings: dict[str, Any], file: Path, **_: Any) -> Any:
+        programs.append((program, settings))
+        if program == "adapter":
+            Path(settings["out"]).mkdir(parents=True)
+            (Path(settings["out"]) / "adapter_config.json").write_text("{}")
+        return run | {"rows": Path(settings["rows"]).read_text() if "rows" in settings else None}
+
+    monkeypatch.setattr(results_stages, "run_program", run_program)
+    monkeypatch.setattr(results_stages, "run_peer", run_peer)
+    monkeypatch.setattr(results_stages, "train_with_toolkit", lambda *_: run)
+    monkeypatch.setattr(results_stages, "trl_reason", lambda: None)
+    setup = Setup(folder, True, {"model": folder}, {"model": "m1"} | digests)
+    setup.data.mkdir(exist_ok=True)
+    return setup, programs
+
+
+@pytest.mark.parametrize("kind", ["sft-lora", "sft-full", "dpo"])
+def test_a_second_measurement_orders_its_rows_again(tmp_path, monkeypatch, kind) -> None:
+    import results_stages
+
+    setup, programs = fake_setup(tmp_path, monkeypatch)
+    name = "pairs" if kind == "dpo" else "chats"
+    for rows in ("a\nb\n", "c\nd\n"):
+        (setup.data / f"{name}_train.jsonl").write_text(rows)
+        (theirs,) = results_stages.run_tuning(setup, kind)["sides"]["trl"]
+        assert theirs["rows"] == "".join(reversed(rows.splitlines(True)))
+    # Two ranks use the rows of the run on one rank.
+    assert results_stages.ordered_rows(setup, kind).read_text() == "d\nc\n"
+    assert sum(program == "order" for program, _ in programs) == 2
+
+
+def test_a_dry_run_has_its_own_folder(tmp_path, monkeypatch, capsys) -> None:
+    import results
+    from results_common import Setup
+
+    folders = []
+
+    def set_up(folder: Path, *_: Any) -> tuple[Setup, list[str]]:
+        folders.append(folder)
+        return Setup(folder, True), []
+
+    monkeypatch.setattr(results, "set_up", set_up)
+    for more in ([], ["--tiny"]):
+        monkeypatch.setattr(sys, "argv", ["results.py", "--list", "--folder", str(tmp_path), *more])
+        assert results.main() == 0
+    assert folders == [tmp_path, tmp_path / "tiny"]
+
+
 def test_every_stage_has_a_section() -> None:
     from results_page import SECTIONS
     from results_stages import STAGES
@@ -340,14 +402,13 @@ def test_a_tiny_run_of_all_stages_ends_and_a_second_one_measures_nothing(tmp_pat
     assert "**NOT EQUAL**" not in text
     assert "**started again**" not in text
     assert "did not verify" not in text
-    resumed = json.loads((tmp_path / "results" / "resume.json").read_text())["figures"]["dpo"]
+    folder = tmp_path / "results" / "tiny"
+    resumed = json.loads((folder / "resume.json").read_text())["figures"]["dpo"]
     assert resumed["losses_equal"]
     assert resumed["state_equal"]
     assert resumed["has_resumed"]
     assert resumed["checkpoints_at_kill"] >= 1
-    (ranks,) = json.loads((tmp_path / "results" / "ranks.json").read_text())["figures"][
-        "kinds"
-    ].values()
+    (ranks,) = json.loads((folder / "ranks.json").read_text())["figures"]["kinds"].values()
     assert ranks["one_rank_loss"] < 1e-4
     again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert again.stdout.count("done at commit") == 7
