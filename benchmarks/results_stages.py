@@ -1,5 +1,6 @@
 """The stages of `make results`: each runs its programs and returns figures."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -217,7 +218,7 @@ def tuning_config(setup: Setup, kind: str, world: int, run: Path) -> dict[str, A
         "output_dir": str(run),
     }
     if kind != "sft-full":
-        config["lora"] = {"from": str(setup.data / "adapter")}
+        config["lora"] = {"from": str(start_adapter(setup))}
     if is_dpo:
         config["preference"] = {"beta": sizes["beta"]}
     return config
@@ -258,7 +259,7 @@ def train_with_trl(setup: Setup, kind: str, world: int, run: Path, save: bool) -
     is_dpo = kind == "dpo"
     settings = {
         "model": str(setup.need("model")),
-        "adapter": None if kind == "sft-full" else str(setup.data / "adapter"),
+        "adapter": None if kind == "sft-full" else str(start_adapter(setup)),
         "rows": str(ordered_rows(setup, kind)),
         "template": str(setup.data / "chat.jinja"),
         "out": str(run),
@@ -454,12 +455,23 @@ def run_peer(
     return json.loads(output.read_text("utf-8"))
 
 
+def start_adapter(setup: Setup) -> Path:
+    """Return the folder of the adapter from which both sides of a LoRA stage start.
+
+    Its name has a digest of the model and of LoRA's settings, so that others get a new adapter.
+    """
+    content = [setup.digests.get("model"), tuning_sizes(setup.tiny)["lora"]]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return setup.data / f"adapter-{digest}"
+
+
 def write_start(setup: Setup, kind: str) -> None:
-    """Write the adapter from which both sides of a LoRA stage start, unless it is there."""
-    if kind != "sft-full" and not (setup.data / "adapter" / "adapter_config.json").is_file():
-        settings = {"model": str(setup.need("model")), "out": str(setup.data / "adapter")}
+    """Write the adapter of `start_adapter`, unless it is there or `kind` has none."""
+    adapter = start_adapter(setup)
+    if kind != "sft-full" and not (adapter / "adapter_config.json").is_file():
+        settings = {"model": str(setup.need("model")), "out": str(adapter)}
         settings["lora"] = tuning_sizes(setup.tiny)["lora"]
-        run_peer("adapter", settings, setup.data / "adapter-start")
+        run_peer("adapter", settings, run_file(adapter, "start"))
 
 
 def measured(setup: Setup, name: str) -> dict[str, Any]:

@@ -222,6 +222,26 @@ def test_a_second_measurement_orders_its_rows_again(tmp_path, monkeypatch, kind)
     assert sum(program == "order" for program, _ in programs) == 2
 
 
+def test_another_model_or_other_settings_of_lora_start_from_a_new_adapter(
+    tmp_path, monkeypatch
+) -> None:
+    import results_stages
+
+    setup, programs = fake_setup(tmp_path, monkeypatch)
+    sizes = results_stages.tuning_sizes(True)
+    monkeypatch.setattr(results_stages, "tuning_sizes", lambda tiny: sizes)
+    folders = set()
+    for model, rank in (("m1", 8), ("m1", 8), ("m2", 8), ("m2", 4)):
+        sizes["lora"] = {"r": rank}
+        setup = dataclasses.replace(setup, digests={"model": model})
+        results_stages.write_start(setup, "dpo")
+        config = results_stages.tuning_config(setup, "dpo", 1, tmp_path / "run")
+        assert (Path(config["lora"]["from"]) / "adapter_config.json").is_file()
+        folders.add(config["lora"]["from"])
+    assert [settings["lora"]["r"] for _, settings in programs] == [8, 8, 4]
+    assert len(folders) == 3
+
+
 def test_a_dry_run_has_its_own_folder(tmp_path, monkeypatch, capsys) -> None:
     import results
     from results_common import Setup
