@@ -68,7 +68,8 @@ def main() -> int:
     if "page" in args.only:
         names = ("inputs", *(stage.name for stage in STAGES))
         records = {name: read_record(setup, name) for name in names}
-        for line in write_page(records, current_commit(), args.write, args.readme):
+        keys = all_keys(setup)
+        for line in write_page(records, keys, current_commit(), args.write, args.readme):
             print(line)
     return 0
 
@@ -108,6 +109,9 @@ def run_stages(stages: list[Stage], setup: Setup) -> None:
         record = read_record(setup, stage.name)
         if record is not None and record["key"] == keys[stage.name]:
             print(f"{stage.name:<13}done at commit {record['commit']}, {record['date']}")
+            reason = stage.peer_reason and stage.peer_reason(setup)
+            if reason and not record["figures"].get("not_measured"):
+                print(f"{stage.name:<13}the peer's figures are kept: now {reason}")
             continue
         stale = [
             name

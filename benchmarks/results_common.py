@@ -69,9 +69,11 @@ class Stage:
         settings: returns the settings that define the figures. A record with other settings is
             measured again.
         inputs: names of the inputs that it needs.
-        optional: names of inputs without which a peer is not measured.
+        optional: names of inputs without which a peer is not measured. Their version is a setting.
         after: stages whose runs it reads.
         minutes: estimated duration on two cores.
+        peer_reason: returns why the peer cannot be measured, or None if it can. None: the stage has
+            no peer.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Stage:
     optional: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     minutes: float = 0.0
+    peer_reason: Callable[[Setup], str | None] | None = None
 
 
 # ---- Records -------------------------------------------------------------------------------------
@@ -90,16 +93,35 @@ class Stage:
 def stage_key(stage: Stage, setup: Setup, keys: Mapping[str, str]) -> str:
     """Return the digest of everything that defines the figures of a stage, except the code.
 
+    A record with the peer's figures stays valid if the peer cannot be measured now. A record
+    without them is measured again if it can.
+
     Args:
         stage: the stage.
         setup: the inputs and the size.
         keys: keys of the stages whose runs it reads.
     """
+    if stage.peer_reason is None:
+        return _content_key(stage, setup, keys, with_peer=None)
+    key = _content_key(stage, setup, keys, with_peer=True)
+    if stage.peer_reason(setup) is None:
+        return key
+    record = read_record(setup, stage.name)
+    if record is not None and record["key"] == key:
+        return key
+    return _content_key(stage, setup, keys, with_peer=False)
+
+
+def _content_key(
+    stage: Stage, setup: Setup, keys: Mapping[str, str], *, with_peer: bool | None
+) -> str:
+    """Return the digest of `stage_key` for figures with or without a peer."""
     content = {
         "stage": stage.name,
         "tiny": setup.tiny,
         "settings": stage.settings(setup.tiny),
-        "inputs": {name: setup.digests.get(name) for name in (*stage.inputs, *stage.optional)},
+        "inputs": {name: setup.digests.get(name) for name in stage.inputs},
+        "with_peer": with_peer,
         "after": {name: keys.get(name) for name in stage.after},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
 """The page of `make results`: docs/results.md with its plots, and the figures of README.
 
-A figure of another commit, a peer that was not measured and a stage that was not run are marked.
+The page marks a figure of another commit, of other settings or inputs, a peer that was not measured
+and a stage that was not run.
 """
 
 import re
@@ -26,14 +27,18 @@ COLOURS = {
 }
 
 
-def write_page(records: Records, commit: str, page: Path, readme: Path) -> list[str]:
+def write_page(
+    records: Records, keys: Mapping[str, str], commit: str, page: Path, readme: Path
+) -> list[str]:
     """Write the page, its plots, and the figures of README.
 
     Args:
         records: stage -> what it wrote; None if it was not run.
+        keys: stage -> the key of its present settings and inputs; see `results_common.stage_key`.
         commit: the commit that the page is written at.
         page: file of the page. The plots go to `assets/results` next to it.
-        readme: README. Its part between two comments is replaced if all its figures were measured.
+        readme: README. Its part between two comments is replaced unless
+            `reason_not_in_readme` returns a reason.
 
     Returns:
         A line per file that was written or left as it was.
@@ -41,9 +46,9 @@ def write_page(records: Records, commit: str, page: Path, readme: Path) -> list[
     folder = page.parent / PLOTS
     folder.mkdir(parents=True, exist_ok=True)
     plots = write_plots(records, folder)
-    page.write_text(page_text(records, commit, plots), "utf-8")
+    page.write_text(page_text(records, keys, commit, plots), "utf-8")
     lines = [f"page       {page}", *(f"page       {folder / name}.svg" for name in plots)]
-    reason = reason_not_in_readme(records)
+    reason = reason_not_in_readme(records, keys)
     text = readme.read_text("utf-8") if readme.is_file() else ""
     if reason is None and not (BEGIN in text and END in text):
         reason = f"it has no lines {BEGIN} and {END}"
@@ -58,7 +63,9 @@ def write_page(records: Records, commit: str, page: Path, readme: Path) -> list[
 # ---- Text ----------------------------------------------------------------------------------------
 
 
-def page_text(records: Records, commit: str, plots: Sequence[str]) -> str:
+def page_text(
+    records: Records, keys: Mapping[str, str], commit: str, plots: Sequence[str]
+) -> str:
     """Return the Markdown of the page."""
     measured = [record for record in records.values() if record is not None]
     parts = [
@@ -83,7 +90,7 @@ def page_text(records: Records, commit: str, plots: Sequence[str]) -> str:
                 f"**Not measured yet.** `python benchmarks/results.py --only {stage.name}`"
             )
             continue
-        parts.append(stamp_line(record, commit))
+        parts.append(stamp_line(record, keys[stage.name], commit))
         if reason := record["figures"].get("not_measured"):
             parts.append(f"**The peer was not measured: {reason}.**")
         parts += [plot_line(name) for name in plots if name == stage.name]
@@ -92,11 +99,15 @@ def page_text(records: Records, commit: str, plots: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def stamp_line(record: Mapping[str, Any], commit: str) -> str:
-    """Return when and at which commit a stage was measured; mark another commit."""
+def stamp_line(record: Mapping[str, Any], key: str, commit: str) -> str:
+    """Return when and at which commit a stage was measured; mark what differs from now."""
     line = f"{record['date']}, commit `{record['commit']}`, {record['seconds'] / 60:.1f} minutes."
-    if record["commit"] != commit:
+    if record["commit"].endswith("+"):
+        line += " **Measured with changes that are not committed.**"
+    elif record["commit"] != commit:
         line += f" **Measured at another commit than this page (`{commit}`).**"
+    if record["key"] != key:
+        line += " **Other settings or inputs than now.**"
     return line
 
 
@@ -340,8 +351,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict, dict], list[str]]]] = {
 # ---- README --------------------------------------------------------------------------------------
 
 
-def reason_not_in_readme(records: Records) -> str | None:
-    """Return why README's figures cannot be written, or None if all of them were measured."""
+def reason_not_in_readme(records: Records, keys: Mapping[str, str]) -> str | None:
+    """Return why README's figures cannot be written, or None if they can."""
     for name in ("shakespeare", *KINDS):
         record = records.get(name)
         if record is None:
@@ -350,6 +361,8 @@ def reason_not_in_readme(records: Records) -> str | None:
             return "a dry run measures nothing"
         if reason := record["figures"]["not_measured"]:
             return f"{name}: {reason}"
+        if record["key"] != keys[name]:
+            return f"{name}: other settings or inputs than now"
     return None
 
 

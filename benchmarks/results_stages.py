@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from results_common import (
     ROOT,
+    TRL,
     ResultsError,
     Setup,
     Stage,
@@ -23,7 +24,7 @@ from results_common import (
     run_program,
     trl_reason,
 )
-from results_inputs import describe_model, write_rows, write_text
+from results_inputs import NANOGPT, describe_model, write_rows, write_text
 
 PEERS = ROOT / "benchmarks" / "results_peers.py"
 KINDS = {
@@ -72,13 +73,18 @@ def tuning_sizes(tiny: bool) -> dict[str, Any]:
 def shakespeare_sizes(tiny: bool) -> dict[str, Any]:
     """Return the sizes of the stage on tiny shakespeare."""
     if tiny:
-        return {"seeds": [1], "steps": 6, "logging_steps": 2, "peer": True}
-    return {"seeds": [1, 2], "steps": 2000, "logging_steps": 10, "peer": True}
+        return {"seeds": [1], "steps": 6, "logging_steps": 2, "nanogpt": NANOGPT}
+    return {"seeds": [1, 2], "steps": 2000, "logging_steps": 10, "nanogpt": NANOGPT}
 
 
 def with_trl(tiny: bool) -> dict[str, Any]:
-    """Return the tuning sizes, and whether TRL's side is measured."""
-    return tuning_sizes(tiny) | {"not measured": trl_reason()}
+    """Return the tuning sizes and the release of TRL."""
+    return tuning_sizes(tiny) | {"trl": TRL}
+
+
+def nanogpt_reason(setup: Setup) -> str | None:
+    """Return why nanoGPT's side is not measured, or None if it is."""
+    return None if "nanogpt" in setup.inputs else "nanoGPT's scripts are not there"
 
 
 # ---- Inputs --------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ def run_shakespeare(setup: Setup) -> dict[str, Any]:
     """Train nanoGPT's CPU set-up by config and by nanoGPT's script, with the same seeds."""
     sizes = shakespeare_sizes(setup.tiny)
     sides: dict[str, list[dict[str, Any]]] = {"toolkit": [], "nanogpt": []}
-    reason = None if "nanogpt" in setup.inputs else "nanoGPT's scripts are not there"
+    reason = nanogpt_reason(setup)
     for index, seed in enumerate(sizes["seeds"]):
         order = ["toolkit", "nanogpt"][:: -1 if index % 2 else 1]
         for side in order:
@@ -504,6 +510,7 @@ STAGES = [
         inputs=("text",),
         optional=("nanogpt",),
         minutes=10,
+        peer_reason=nanogpt_reason,
     ),
     *(
         Stage(
@@ -513,6 +520,7 @@ STAGES = [
             with_trl,
             inputs=ROWS,
             minutes={"sft-lora": 4, "sft-full": 7, "dpo": 9}[kind],
+            peer_reason=lambda setup: trl_reason(),
         )
         for kind, title in KINDS.items()
     ),
@@ -524,6 +532,7 @@ STAGES = [
         inputs=ROWS,
         after=tuple(KINDS),
         minutes=12,
+        peer_reason=lambda setup: trl_reason(),
     ),
     Stage(
         "resume",

@@ -3,6 +3,7 @@
 The figures themselves are measured on a quiet machine; here a tiny random model takes their place.
 """
 
+import collections
 import dataclasses
 import gzip
 import hashlib
@@ -259,6 +260,50 @@ def test_a_dry_run_has_its_own_folder(tmp_path, monkeypatch, capsys) -> None:
     assert folders == [tmp_path, tmp_path / "tiny"]
 
 
+def test_a_record_with_a_peer_is_kept_and_one_without_is_measured_again(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    import results
+    from results_common import Setup, Stage, read_record
+
+    reasons: dict[str, str | None] = {"peer": "no peer"}
+    calls = []
+
+    def run(setup: Setup) -> dict[str, Any]:
+        calls.append(reasons["peer"])
+        return {"not_measured": reasons["peer"]}
+
+    sizes = {"steps": 1}
+    first = Stage("first", "a", run, lambda _: dict(sizes), peer_reason=lambda _: reasons["peer"])
+    after = Stage("after", "b", lambda _: {}, lambda _: {}, after=("first",))
+    monkeypatch.setattr(results, "STAGES", [first, after])
+    setup = Setup(tmp_path, True)
+    for reason in ("no peer", "another reason", None, "no peer", None):
+        reasons["peer"] = reason
+        results.run_stages([first, after], setup)
+        assert (read_record(setup, "after") or {})["key"] == results.all_keys(setup)["after"]
+    assert calls == ["no peer", None]
+    assert capsys.readouterr().out.count("the peer's figures are kept: now no peer") == 1
+    sizes["steps"], reasons["peer"] = 2, "no peer"
+    results.run_stages([first, after], setup)
+    assert calls == ["no peer", None, "no peer"]
+
+
+def test_a_peer_that_is_missing_does_not_change_the_settings(tmp_path, monkeypatch) -> None:
+    from results_common import NO_PEERS
+    from results_stages import STAGES
+
+    def settings() -> list[dict[str, Any]]:
+        return [stage.settings(False) for stage in STAGES]
+
+    monkeypatch.delenv(NO_PEERS, raising=False)
+    before = settings()
+    monkeypatch.setenv(NO_PEERS, "1")
+    assert settings() == before
+    peers = [stage.name for stage in STAGES if stage.peer_reason is not None]
+    assert peers == ["shakespeare", "sft-lora", "sft-full", "dpo", "ranks"]
+
+
 def test_every_stage_has_a_section() -> None:
     from results_page import SECTIONS
     from results_stages import STAGES
@@ -286,9 +331,13 @@ def test_a_failed_program_names_its_error_and_shows_no_row(tmp_path) -> None:
 # ---- The page ------------------------------------------------------------------------------------
 
 
+KEYS: dict[str, str] = collections.defaultdict(lambda: "k1")
+
+
 def record(name: str, figures: dict[str, Any], **changes: Any) -> dict[str, Any]:
     sizes = {"steps": 2, "batch": 1, "rounds": 1, "warm": 1, "held_out": 2, "max_tokens": 9}
     stamp = {"stage": name, "tiny": False, "commit": "c1", "date": "2026-01-02", "seconds": 60.0}
+    stamp["key"] = "k1"
     inputs = {"inputs": {"model": "ab12"}, "machine": "Machine: m.", "settings": sizes}
     return {**stamp, **inputs, "figures": figures, **changes}
 
@@ -322,7 +371,7 @@ def test_figures_of_another_commit_and_absent_ones_are_marked(tmp_path) -> None:
 
     page, readme = tmp_path / "docs" / "results.md", tmp_path / "README.md"
     changes = {"dpo": record("dpo", tuned("TRL is not installed"), commit="c0")}
-    lines = write_page(records(**changes), "c1", page, readme)
+    lines = write_page(records(**changes), KEYS, "c1", page, readme)
     text = page.read_text()
     parts = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
     other = "**Measured at another commit than this page (`c1`).**"
@@ -345,6 +394,32 @@ def test_figures_of_another_commit_and_absent_ones_are_marked(tmp_path) -> None:
     assert len(re.findall(r"!\[", text)) == 4
 
 
+def test_figures_of_other_inputs_are_marked_and_not_in_readme(tmp_path) -> None:
+    from results_page import BEGIN, END, page_text, write_page
+
+    words = "**Other settings or inputs than now.**"
+    assert words not in page_text(records(), KEYS, "c1", [])
+    keys = {**dict.fromkeys(records(), "k1"), "dpo": "k2"}
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{BEGIN}\nold\n{END}\n")
+    lines = write_page(records(), keys, "c1", tmp_path / "docs" / "results.md", readme)
+    text = (tmp_path / "docs" / "results.md").read_text()
+    assert text.count(words) == 1
+    assert words in text.partition("DPO with LoRA")[2]
+    assert "old" in readme.read_text()
+    assert "README     left as it was: dpo: other settings or inputs than now" in lines
+
+
+def test_a_commit_with_changes_equals_no_other(tmp_path) -> None:
+    from results_page import stamp_line
+
+    entry = record("dpo", tuned())
+    assert "**" not in stamp_line(entry, "k1", "c1")
+    assert "another commit than this page (`c1+`)" in stamp_line(entry, "k1", "c1+")
+    dirty = stamp_line(entry | {"commit": "c1+"}, "k1", "c1+")
+    assert "**Measured with changes that are not committed.**" in dirty
+
+
 def test_readme_gets_its_figures_only_if_all_were_measured(tmp_path) -> None:
     from results_page import BEGIN, END, write_page
 
@@ -356,9 +431,9 @@ def test_readme_gets_its_figures_only_if_all_were_measured(tmp_path) -> None:
         {"dpo": record("dpo", tuned(), tiny=True)},
         {"shakespeare": record("shakespeare", characters("no script"))},
     ):
-        write_page(records(**changes), "c1", page, readme)
+        write_page(records(**changes), KEYS, "c1", page, readme)
         assert readme.read_text() == before
-    write_page(records(), "c2", page, readme)
+    write_page(records(), KEYS, "c2", page, readme)
     text = readme.read_text()
     assert text.startswith(f"# A\n\n{BEGIN}\n![Training loss")
     assert text.endswith(f"{END}\n\nthe rest\n")
@@ -372,7 +447,7 @@ def test_a_missing_peer_is_in_the_page_of_a_dry_run_too(tmp_path) -> None:
     from results_page import page_text
 
     dry = record("sft-full", tuned("why"), tiny=True)
-    text = page_text(records(**{"sft-full": dry}), "c1", [])
+    text = page_text(records(**{"sft-full": dry}), KEYS, "c1", [])
     assert "**This is a dry run (`--tiny`)" in text
     assert "**The peer was not measured: why.**" in text
 
