@@ -135,21 +135,24 @@ def find_file(download: Download, data: Path | None) -> Path:
     cached.parent.mkdir(parents=True, exist_ok=True)
     part = cached.with_name(cached.name + ".part")
     reasons = []
-    for fetch in (_from_hub, _from_url):
+    for source, fetch in (("the Hub", _from_hub), (download.url, _from_url)):
         try:
             content = fetch(download)
         except (OSError, ValueError) as error:
-            reasons.append(f"{type(error).__name__}")
+            reasons.append(f"{source}: {type(error).__name__}")
             continue
         if content is None:
             continue
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != download.sha256:
+            reasons.append(f"{source}: expected sha256 {download.sha256}, got {digest}")
+            continue
         part.write_bytes(content)
-        _check(part, download)
         part.replace(cached)
         return cached
     raise ResultsError(
-        f"expected {download.name} in --data FOLDER or in {cache_folder()}, found none, and "
-        f"{download.url} cannot be reached ({', '.join(reasons)}); put the file there"
+        f"expected {download.name} in --data FOLDER or in {cache_folder()}, found none, and it "
+        f"cannot be fetched ({'; '.join(reasons)}); put the file there"
     )
 
 
