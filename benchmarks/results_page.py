@@ -4,6 +4,8 @@ The page marks a figure of another commit, of other settings or inputs, a peer t
 and a stage that was not run.
 """
 
+import decimal
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -129,6 +131,14 @@ def verdict(value: float, bar: float) -> str:
     return f"{'met' if value <= bar else '**NOT MET**'} (at most {bar:g})"
 
 
+def round_up(value: float) -> str:
+    """Return a difference with two digits, rounded up: no smaller than it is."""
+    if not math.isfinite(value):
+        return str(value)
+    rounded = decimal.Context(prec=2, rounding=decimal.ROUND_CEILING).create_decimal(repr(value))
+    return f"{float(rounded):.1e}"
+
+
 def shakespeare_lines(figures: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     """Return the section on tiny Shakespeare."""
     ours, theirs = (figures["sides"][side] for side in ("toolkit", "nanogpt"))
@@ -180,7 +190,7 @@ def tuning_lines(figures: dict[str, Any], settings: dict[str, Any]) -> list[str]
     head = ["", "first loss", "last loss", "s a step", "peak GB"]
     lines = [text, table(head, rows)]
     if figures["compared"]:
-        lines.append(difference_table(figures["compared"][0]))
+        lines.append(difference_table(figures["compared"]))
         ratios = [statistics.median(c[n] for c in figures["compared"]) for n in RATIOS]
         lines.append(f"Toolkit / TRL: {ratios[0]:.2f} of the time, {ratios[1]:.2f} of the memory.")
     lines.append(
@@ -199,12 +209,23 @@ def median_seconds(runs: Sequence[Mapping[str, Any]]) -> float:
     return statistics.median(statistics.median(run["seconds"]) for run in runs)
 
 
-def difference_table(compared: Mapping[str, Any]) -> str:
-    """Return the largest differences between both sides over all steps."""
-    rows = [["loss", f"{compared['loss']:.1e}", verdict(compared["loss"], BARS["losses"])]]
-    for name, value in compared["metrics"].items():
-        rows.append([name.replace("_", " "), f"{value:.1e}", verdict(value, BARS["losses"])])
-    head = ["each step", f"largest difference over {compared['steps']} steps", "bar"]
+def largest_differences(compared: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return loss or metric -> the largest difference between both sides over all rounds."""
+    rounds = [{"loss": entry["loss"], **entry["metrics"]} for entry in compared]
+    # A NaN is larger than any number; `max` may skip it.
+    return {
+        name: max((entry[name] for entry in rounds), key=lambda x: (math.isnan(x), x))
+        for name in rounds[0]
+    }
+
+
+def difference_table(compared: Sequence[Mapping[str, Any]]) -> str:
+    """Return the largest differences between both sides over all steps and rounds."""
+    rows = [
+        [name.replace("_", " "), round_up(value), verdict(value, BARS["losses"])]
+        for name, value in largest_differences(compared).items()
+    ]
+    head = ["each step", f"largest difference over {compared[0]['steps']} steps", "bar"]
     return table(head, rows)
 
 
@@ -217,8 +238,8 @@ def rank_lines(figures: dict[str, Any], settings: dict[str, Any]) -> list[str]:
         rows.append(
             [
                 KINDS[kind],
-                f"{entry['one_rank_loss']:.1e}",
-                NOT_MEASURED if compared is None else f"{compared['loss']:.1e}",
+                round_up(entry["one_rank_loss"]),
+                NOT_MEASURED if compared is None else round_up(compared["loss"]),
                 f"{median_seconds([ours]):.2f}",
                 "" if theirs is None else f"{median_seconds([theirs]):.2f}",
                 f"{ours['peak'] / 1e9:.2f}",
@@ -283,7 +304,7 @@ def answer_lines(figures: dict[str, Any], settings: dict[str, Any]) -> list[str]
         table(head, rows),
     ]
     if gaps := held_out_gaps(figures["held_out"]):
-        rows = [[names[k], n, f"{gap:.1e}", verdict(gap, BARS["held_out"])] for k, n, gap in gaps]
+        rows = [[names[k], n, round_up(gap), verdict(gap, BARS["held_out"])] for k, n, gap in gaps]
         lines.append(table(["", "held-out accuracy", "toolkit to TRL", "bar"], rows))
     lines.append("Greedy answers to prompts that are in no training row:")
     models = list(figures["answers"])
@@ -363,7 +384,26 @@ def reason_not_in_readme(records: Records, keys: Mapping[str, str]) -> str | Non
             return f"{name}: {reason}"
         if record["key"] != keys[name]:
             return f"{name}: other settings or inputs than now"
+        if reason := failed_bar(name, record["figures"]):
+            return f"{name}: {reason}"
     return None
+
+
+def failed_bar(name: str, figures: Mapping[str, Any]) -> str | None:
+    """Return which bar a stage of README does not meet, or None if it meets all."""
+    if name == "shakespeare":
+        ours, theirs = (figures["sides"][side] for side in ("toolkit", "nanogpt"))
+        for run, peer in zip(ours, theirs, strict=True):
+            difference = run["loss"] - peer["loss"]
+            if not difference <= BARS[name]:
+                bar = f"expected at most {BARS[name]:g}"
+                return f"seed {run['seed']}: {bar} over nanoGPT's loss, got {difference:.4f}"
+        return None
+    for value_name, value in largest_differences(figures["compared"]).items():
+        if not value <= BARS["losses"]:
+            bar = f"expected at most {BARS['losses']:g}"
+            return f"{value_name} differs from TRL's: {bar}, got {round_up(value)}"
+    return None if figures["verified"] else "the export did not verify"
 
 
 def readme_text(records: Records, docs: str) -> str:
@@ -377,7 +417,7 @@ def readme_text(records: Records, docs: str) -> str:
     for kind, title in KINDS.items():
         compared = figures[kind]["compared"]
         ratios = [statistics.median(c[name] for c in compared) for name in RATIOS]
-        loss = f"losses within {max(c['loss'] for c in compared):.0e} of TRL's"
+        loss = f"losses within {round_up(largest_differences(compared)['loss'])} of TRL's"
         rows.append([f"SmolLM2-135M, {title}", loss, *(f"{ratio:.2f}" for ratio in ratios)])
     commits = sorted({(records[name] or {})["commit"] for name in figures})
     plot = plot_line("shakespeare").replace(f"({PLOTS}", f"({docs}/{PLOTS}")

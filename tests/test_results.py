@@ -50,7 +50,7 @@ def test_a_missing_input_is_one_line_with_what_to_do(download, tmp_path) -> None
     assert all(len(line.splitlines()) == 1 for line in missing)
     assert missing[0].startswith("text: expected a.txt in --data FOLDER or in ")
     assert str(tmp_path / "cache") in missing[0]
-    assert "https://example.org/a.txt cannot be reached" in missing[0]
+    assert "it cannot be fetched (https://example.org/a.txt: OSError); put the file" in missing[0]
     assert "pass --model FOLDER" in missing[1]
 
 
@@ -83,6 +83,20 @@ def test_other_bytes_are_refused_and_not_kept(download, tmp_path, monkeypatch) -
     paths, _, missing = results_inputs.find_inputs(None, None, ("text",))
     assert not missing
     assert paths["text"].read_bytes() == b"the text"
+
+
+def test_other_bytes_on_the_hub_leave_the_address(download, tmp_path, monkeypatch) -> None:
+    import results_inputs
+
+    monkeypatch.setattr(results_inputs, "_from_hub", lambda file: b"another text")
+    (line,) = results_inputs.find_inputs(None, None, ("text",))[2]
+    other = hashlib.sha256(b"another text").hexdigest()
+    assert f"the Hub: expected sha256 {download.sha256}, got {other}; https://" in line
+    monkeypatch.setattr(results_inputs, "_from_url", lambda file: b"the text")
+    paths, _, missing = results_inputs.find_inputs(None, None, ("text",))
+    assert not missing
+    assert paths["text"].read_bytes() == b"the text"
+    assert [file.name for file in (tmp_path / "cache").iterdir()] == ["a.txt"]
 
 
 def test_a_model_without_weights_is_refused(download, tmp_path) -> None:
@@ -342,9 +356,9 @@ def record(name: str, figures: dict[str, Any], **changes: Any) -> dict[str, Any]
     return {**stamp, **inputs, "figures": figures, **changes}
 
 
-def tuned(reason: str | None = None) -> dict[str, Any]:
+def tuned(reason: str | None = None, loss: float = 4e-4) -> dict[str, Any]:
     run = {"losses": [3.0, 2.0], "seconds": [1.0], "peak": 2e9, "metrics": {}}
-    compared = {"loss": 2e-3, "steps": 2, "time_ratio": 0.5, "peak_ratio": 0.75, "metrics": {}}
+    compared = {"loss": loss, "steps": 2, "time_ratio": 0.5, "peak_ratio": 0.75, "metrics": {}}
     sides = {"toolkit": [run], "trl": [] if reason else [run]}
     more = {"compared": [] if reason else [compared], "verified": True}
     return {"sides": sides, "not_measured": reason, **more}
@@ -371,6 +385,7 @@ def test_figures_of_another_commit_and_absent_ones_are_marked(tmp_path) -> None:
 
     page, readme = tmp_path / "docs" / "results.md", tmp_path / "README.md"
     changes = {"dpo": record("dpo", tuned("TRL is not installed"), commit="c0")}
+    changes["sft-full"] = record("sft-full", tuned(loss=2e-3))
     lines = write_page(records(**changes), KEYS, "c1", page, readme)
     text = page.read_text()
     parts = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
@@ -385,7 +400,7 @@ def test_figures_of_another_commit_and_absent_ones_are_marked(tmp_path) -> None:
     assert "**Not measured yet.**" in parts["Two ranks"]
     assert "-0.1000" in parts["A published figure: character-level Shakespeare"]
     assert "dry run" not in text
-    assert "README     left as it was: dpo: TRL is not installed" in lines
+    assert any(line.startswith("README     left as it was: ") for line in lines)
     for name in re.findall(r"\]\((assets/\S+)\)", text):
         svg = (page.parent / name).read_text()
         assert "prefers-color-scheme: dark" in svg
@@ -430,6 +445,7 @@ def test_readme_gets_its_figures_only_if_all_were_measured(tmp_path) -> None:
         {"dpo": None},
         {"dpo": record("dpo", tuned(), tiny=True)},
         {"shakespeare": record("shakespeare", characters("no script"))},
+        {"dpo": record("dpo", tuned("TRL is not installed"))},
     ):
         write_page(records(**changes), KEYS, "c1", page, readme)
         assert readme.read_text() == before
@@ -441,6 +457,40 @@ def test_readme_gets_its_figures_only_if_all_were_measured(tmp_path) -> None:
     assert len(re.findall(r"^\| (?!---| \|)[^|]+ \|", text, re.MULTILINE)) == 4
     assert "commit c1" in text
     assert "(docs/assets/results/shakespeare.svg)" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.4e-3, "1.4e-03"), (1.41e-3, "1.5e-03"), (9.91e-4, "1.0e-03"), (0.0, "0.0e+00")],
+)
+def test_a_difference_is_never_printed_smaller_than_it_is(value: float, text: str) -> None:
+    from results_page import readme_text, round_up
+
+    assert round_up(value) == text
+    entries = {"dpo": record("dpo", tuned(loss=value))}
+    assert f"losses within {text} of TRL's" in readme_text(records(**entries), "docs")
+
+
+def test_readme_gets_no_figure_if_a_bar_fails_or_an_export_does_not_verify() -> None:
+    from results_page import difference_table, reason_not_in_readme
+
+    assert reason_not_in_readme(records(), KEYS) is None
+    worse, unverified, second, metric, missing = characters(), *(tuned() for _ in range(4))
+    worse["sides"]["nanogpt"][0]["loss"] = 1.47
+    unverified["verified"] = False
+    second["compared"].append(second["compared"][0] | {"loss": 0.00104})
+    metric["compared"][0]["metrics"] = {"margin": 0.5}
+    missing["compared"].append(missing["compared"][0] | {"loss": float("nan")})
+    for name, figures, reason in (
+        ("shakespeare", worse, "seed 1: expected at most 0.02 over nanoGPT's loss, got 0.0300"),
+        ("sft-full", unverified, "the export did not verify"),
+        ("dpo", second, "loss differs from TRL's: expected at most 0.001, got 1.1e-03"),
+        ("dpo", metric, "margin differs from TRL's: expected at most 0.001, got 5.0e-01"),
+        ("dpo", missing, "loss differs from TRL's: expected at most 0.001, got nan"),
+    ):
+        entries = records(**{name: record(name, figures)})
+        assert reason_not_in_readme(entries, KEYS) == f"{name}: {reason}"
+    assert "| 1.1e-03 | **NOT MET**" in difference_table(second["compared"])
 
 
 def test_a_missing_peer_is_in_the_page_of_a_dry_run_too(tmp_path) -> None:
