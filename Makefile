@@ -95,7 +95,7 @@ bench: install  ## Measure against peers; writes docs/evidence/benchmarks/ (quie
 	$(BIN)/python benchmarks/sharding.py
 
 results: install  ## Measure published figures and a real model next to peers; writes docs/results.md (an hour, resumes)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' 'trl==1.16.0'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python benchmarks/results.py $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL))
 
 gpu: install  ## Prove it on one GPU, beside peers; goes on where the last call ended (15 minutes)

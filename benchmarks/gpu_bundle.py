@@ -1,4 +1,4 @@
-"""The bundle of `gpu.py`: the committed tree, and the wheels that a GPU machine may lack."""
+"""The bundle of `gpu.py`: the committed tree, and the wheels and the text of a GPU machine."""
 
 import importlib.metadata
 import json
@@ -40,7 +40,7 @@ def revision() -> dict[str, str]:
 
 
 def bundle(folder: Path) -> int:
-    """Pack the committed tree and the wheels; print their size and the commands beside a GPU."""
+    """Pack the committed tree, wheels and a text; print their size and the commands."""
     wheels, project = folder / "wheels", folder / "project"
     for part in (wheels, project):
         shutil.rmtree(part, ignore_errors=True)
@@ -57,7 +57,8 @@ def bundle(folder: Path) -> int:
         download(name, wheels)
     for wheel in wheels.glob("bitsandbytes-*.whl"):
         trim(wheel)
-    parts: dict[str, Any] = {"tree": size(project)}
+    carry_text(folder / "data")
+    parts: dict[str, Any] = {"tree": size(project), "text": size(folder / "data")}
     parts |= {w.name.split("-")[0]: size(w) for w in wheels.iterdir()}
     for name, count in sorted(parts.items(), key=lambda part: -part[1]):
         print(f"{count / 2**20:6.1f} MiB  {name}")
@@ -72,11 +73,25 @@ def bundle(folder: Path) -> int:
 
 _COMMANDS = """\
 python3 -m pip install -q --no-index --no-deps --no-compile --target site wheels/*.whl
-export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD/site:$PWD/project
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD/site:$PWD/project RESULTS_CACHE=$PWD/data
 mkdir -p out && cp -n project/docs/evidence/benchmarks/gpu_results.jsonl out/
 python3 project/benchmarks/gpu.py --out out --results out/gpu_results.jsonl [--deadline SECONDS]
 
 What comes back, out/gpu_results.jsonl and out/gpu.md, belongs into docs/evidence/benchmarks/."""
+
+
+def carry_text(folder: Path) -> None:
+    """Copy the text of the case shakespeare to `folder`, or say that the case stays owed."""
+    from results_common import ResultsError
+    from results_inputs import DOWNLOADS, find_file
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (text,) = DOWNLOADS["text"]
+    try:
+        shutil.copy(find_file(text, None), folder / text.name)
+    except ResultsError as error:
+        print(f"note: without its text the case shakespeare cannot run there: {error}")
 
 
 def size(path: Path) -> int:

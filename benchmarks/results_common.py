@@ -1,5 +1,6 @@
 """What the stages of `make results` share: their setup, programs and records."""
 
+import configparser
 import datetime
 import hashlib
 import importlib.metadata
@@ -22,7 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 NO_PEERS = "RESULTS_NO_PEERS"
 """Variable that `--no_peers` sets."""
-TRL = "1.16.0"
+
+
+def pinned_trl() -> str:
+    """Return the release of TRL that the extra `bench` of setup.cfg pins."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", "utf-8")
+    return setup["options.extras_require"]["bench"].strip().removeprefix("trl==")
+
+
+TRL = pinned_trl()
 """The release of TRL that the stages compare with."""
 
 

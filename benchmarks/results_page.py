@@ -65,9 +65,7 @@ def write_page(
 # ---- Text ----------------------------------------------------------------------------------------
 
 
-def page_text(
-    records: Records, keys: Mapping[str, str], commit: str, plots: Sequence[str]
-) -> str:
+def page_text(records: Records, keys: Mapping[str, str], commit: str, plots: Sequence[str]) -> str:
     """Return the Markdown of the page."""
     measured = [record for record in records.values() if record is not None]
     parts = [

@@ -77,17 +77,15 @@ def train_with_trl(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     Args:
         kind: `sft` or `dpo`.
         settings: `model`, `adapter` (a PEFT folder, or None), `rows`, `template`, `out`, `steps`,
-            `batch`, `optim` (named as in TrainingArguments), `warm` steps that are not timed.
+            `batch`, `optim` (named as in TrainingArguments), `beta` of DPO, `warm` steps that are
+            not timed, `save` to write the trained model, and `supervised_only`: TRL's head scores
+            supervised positions only.
     """
-    import datasets
     import torch
     import trl.kernels.chunked_logprob
     import trl.trainer.utils
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from transformers import TrainerCallback
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if settings["supervised_only"]:
         # TRL asks for the device whether its head scores supervised positions only.
@@ -98,19 +96,35 @@ def train_with_trl(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
         def on_log(self, *_: Any, **__: Any) -> None:
             times.append(time.perf_counter())
 
-    sharded = {}
-    if world > 1 and settings["adapter"] is None:
-        from transformers.distributed import DistributedConfig
+    trainer = build_trainer(kind, settings, Clock())
+    trainer.train()
+    # The peak is that of training; what follows writes a second copy.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if settings["save"]:
+        trainer.save_model(f"{settings['out']}/model")
+        trainer.processing_class.save_pretrained(f"{settings['out']}/model")
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    seconds = [after - before for before, after in pairwise(times[: len(lines)])]
+    return {
+        "seconds": seconds[settings["warm"] - 1 :],
+        "losses": [line["loss"] for line in lines],
+        "grad_norms": [float(line["grad_norm"]) for line in lines],
+        "peak": peak,
+        "metrics": {
+            name: [line[theirs] for line in lines]
+            for name, theirs in DPO_METRICS.items()
+            if theirs in lines[0]
+        },
+    }
 
-        sharded = {"distributed_config": DistributedConfig(fsdp_size=world)}
 
-    def load() -> Any:
-        source = settings["model"]
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **sharded)
-        if settings["adapter"] is None:
-            return model
-        return PeftModel.from_pretrained(model, settings["adapter"], is_trainable=True)
+def build_trainer(kind: str, settings: dict[str, Any], callback: Any) -> Any:
+    """Return TRL's trainer for `train_with_trl`."""
+    import datasets
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     tokenizer.chat_template = Path(settings["template"]).read_text("utf-8")
     common: dict[str, Any] = {
@@ -131,32 +145,31 @@ def train_with_trl(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     }
     rows = datasets.load_dataset("json", data_files=settings["rows"], split="train")
     options: dict[str, Any] = {"train_dataset": rows, "processing_class": tokenizer}
-    options["callbacks"] = [Clock()]
+    options["callbacks"] = [callback]
+    model = load_start(settings, world)
     if kind == "sft":
-        trainer: Any = SFTTrainer(load(), SFTConfig(**common), **options)
-    else:
-        beta, ahead = settings["beta"], world == 1
-        config = DPOConfig(**common, beta=beta, precompute_ref_log_probs=ahead)
-        trainer = DPOTrainer(load(), args=config, **options)
-    trainer.train()
-    # The peak is that of training; what follows writes a second copy.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if settings["save"]:
-        trainer.save_model(f"{settings['out']}/model")
-        tokenizer.save_pretrained(f"{settings['out']}/model")
-    lines = [line for line in trainer.state.log_history if "loss" in line]
-    seconds = [after - before for before, after in pairwise(times[: len(lines)])]
-    return {
-        "seconds": seconds[settings["warm"] - 1 :],
-        "losses": [line["loss"] for line in lines],
-        "grad_norms": [float(line["grad_norm"]) for line in lines],
-        "peak": peak,
-        "metrics": {
-            name: [line[theirs] for line in lines]
-            for name, theirs in DPO_METRICS.items()
-            if theirs in lines[0]
-        },
-    }
+        return SFTTrainer(model, SFTConfig(**common), **options)
+    beta, ahead = settings["beta"], world == 1
+    config = DPOConfig(**common, beta=beta, precompute_ref_log_probs=ahead)
+    return DPOTrainer(model, args=config, **options)
+
+
+def load_start(settings: dict[str, Any], world: int) -> Any:
+    """Return the model from which TRL trains, in fp32; of several ranks a full model is sharded."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    sharded = {}
+    if world > 1 and settings["adapter"] is None:
+        from transformers.distributed import DistributedConfig
+
+        sharded = {"distributed_config": DistributedConfig(fsdp_size=world)}
+    source = settings["model"]
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **sharded)
+    if settings["adapter"] is None:
+        return model
+    return PeftModel.from_pretrained(model, settings["adapter"], is_trainable=True)
 
 
 DPO_METRICS = {

@@ -2,6 +2,7 @@
 left is told from one that passed; what is owed comes first, and stays known from call to call.
 """
 
+import hashlib
 import subprocess
 import sys
 import time
@@ -415,6 +416,28 @@ def test_the_kept_results_are_those_of_known_cases():
     page = (folder / "gpu.md").read_text()
     commit = page.split("next call of commit ")[1].split()[0]
     assert page == gpu_report.report(results, gpu.all_cases(), commit)
+
+
+def test_the_bundle_has_the_text_of_shakespeare_or_says_so(tmp_path, monkeypatch, capsys):
+    import gpu_bundle
+    import results_inputs
+
+    digest = hashlib.sha256(b"a text").hexdigest()
+    file = results_inputs.Download("a.txt", "https://example.org/a.txt", digest)
+    monkeypatch.setitem(results_inputs.DOWNLOADS, "text", (file,))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("RESULTS_CACHE", str(tmp_path / "cache"))
+    gpu_bundle.carry_text(tmp_path / "data")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("note: without its text the case shakespeare cannot run there: ")
+    (tmp_path / "cache" / "a.txt").write_bytes(b"a text")
+    gpu_bundle.carry_text(tmp_path / "data")
+    assert not capsys.readouterr().out
+    # Beside the GPU the folder is the cache.
+    assert "RESULTS_CACHE=$PWD/data" in gpu_bundle._COMMANDS
+    (tmp_path / "cache" / "a.txt").unlink()
+    monkeypatch.setenv("RESULTS_CACHE", str(tmp_path / "data"))
+    assert results_inputs.find_file(file, None).read_bytes() == b"a text"
 
 
 def test_a_wheel_of_bitsandbytes_keeps_the_libraries_of_few_versions(tmp_path):

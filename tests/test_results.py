@@ -3,6 +3,7 @@
 The figures themselves are measured on a quiet machine; here a tiny random model takes their place.
 """
 
+import ast
 import collections
 import dataclasses
 import gzip
@@ -316,6 +317,32 @@ def test_a_peer_that_is_missing_does_not_change_the_settings(tmp_path, monkeypat
     assert settings() == before
     peers = [stage.name for stage in STAGES if stage.peer_reason is not None]
     assert peers == ["shakespeare", "sft-lora", "sft-full", "dpo", "ranks"]
+
+
+def test_one_file_pins_the_release_of_trl(monkeypatch) -> None:
+    import importlib.metadata
+    import importlib.util
+
+    import results_common
+
+    assert re.fullmatch(r"\d+\.\d+\.\d+", results_common.TRL)
+    assert f"    trl=={results_common.TRL}\n" in (ROOT / "setup.cfg").read_text()
+    assert not re.search(r"trl[=><~]=", (ROOT / "Makefile").read_text())
+    monkeypatch.delenv(results_common.NO_PEERS, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    for version, reason in (
+        (results_common.TRL, None),
+        ("1.0.0", f"TRL {results_common.TRL} is needed, 1.0.0 is installed"),
+    ):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, v=version: v)
+        assert results_common.trl_reason() == reason
+
+
+def test_every_program_of_a_peer_has_short_functions() -> None:
+    tree = ast.parse((ROOT / "benchmarks" / "results_peers.py").read_text("utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert all(f.end_lineno - f.lineno < 79 for f in functions if f.end_lineno)
+    assert len(functions) > 10
 
 
 def test_every_stage_has_a_section() -> None:
