@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from conftest import save_byte_tokenizer, save_tiny_model, slow
+from safetensors.torch import load_file, save_file
 from test_prefer_recipe import pair, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,7 +20,11 @@ from toolkit.config import parse
 from toolkit.config.preference import PreferConfig, PreferenceConfig
 from toolkit.config.published import select_publishable_settings
 from toolkit.errors import ConfigError
+from toolkit.formats import ADAPTER_WEIGHTS
 from toolkit.formats.metrics_file import read_metrics
+from toolkit.models import build_on_meta
+from toolkit.objectives import reference_model
+from toolkit.objectives.reference_model import check_reference
 from toolkit.planning.simulation import REFERENCE_PASS, simulate
 
 CONFIG = {"vocab_size": 260, "max_position_embeddings": 512}
@@ -175,6 +180,51 @@ def test_a_reference_that_does_not_fit_is_refused(
     shown = capsys.readouterr().err
     pattern = rf"toolkit: error: preference.reference {name}: .*{message}.*\n"
     assert re.fullmatch(pattern, shown), shown
+
+
+def prefer_config(model: Path, reference: Path, *flags: object) -> PreferConfig:
+    paths = ["--model.name_or_path", model, "--preference.reference", reference, *flags]
+    return parse(PreferConfig, [*map(str, paths), "--data.sequence_length", "64"])
+
+
+def check(cfg: PreferConfig) -> str:
+    return check_reference(cfg, build_on_meta(cfg.model), cfg.model)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tied model, and its adapter with both matrices saved in full."""
+    folder = tmp_path_factory.mktemp("tied")
+    save_tiny_model(folder / "model", tie_word_embeddings=True, **CONFIG)
+    save_adapter(folder / "adapter", folder / "model", modules_to_save=["embed_tokens", "lm_head"])
+    return folder
+
+
+def test_two_copies_of_a_tied_matrix_must_be_equal(tied: Path, tmp_path: Path) -> None:
+    assert "its base is this one" in check(prefer_config(tied / "model", tied / "adapter"))
+    shutil.copytree(tied / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / ADAPTER_WEIGHTS
+    tensors = load_file(file)
+    (head,) = (key for key in tensors if "lm_head" in key)
+    tensors[head][3, 1] += 1.0
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"preference\.reference .*: .*is one matrix with another"
+    ):
+        check(prefer_config(tied / "model", tmp_path / "adapter"))
+
+
+def test_an_adapter_that_peft_scales_otherwise_is_refused(here: Path, monkeypatch: Any) -> None:
+    cfg = prefer_config(here / "model", here / "adapter")
+    assert "its base is this one" in check(cfg)
+    read = reference_model.parse_adapter_settings
+    monkeypatch.setattr(
+        reference_model,
+        "parse_adapter_settings",
+        lambda *given: read(*given) | {"alpha_pattern": {"q_proj": 3.0}},
+    )
+    with pytest.raises(ConfigError, match=r"PEFT scales the adapter of .*q_proj.* by .*2\.0"):
+        check(cfg)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ computed. See [Note: life of the reference] in `toolkit.objectives.reference`.
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,12 @@ from transformers.utils import cached_file
 from toolkit import ranks
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.lora import add_adapters, prepare_adapters
-from toolkit.adapters.peft_folder import map_file_keys
+from toolkit.adapters.peft_folder import (
+    attach_adapters,
+    describe_other_scaling,
+    map_file_keys,
+    sum_tensor_bits,
+)
 from toolkit.adapters.values import copy_from_main
 from toolkit.checkpoint.adapter_source import (
     AdapterSource,
@@ -179,7 +185,8 @@ def _check_adapter(
     """Check that an adapter belongs to the base model of the run; return a log line.
 
     Raises:
-        ConfigError: it belongs to another base model, or to a reward model.
+        ConfigError: it belongs to another base model or to a reward model, or this run would
+            compute something else with it than PEFT.
     """
     name = str(lora.from_)
     with _errors_name_setting(name), open_adapter(lora) as source:
@@ -187,7 +194,11 @@ def _check_adapter(
             raise ConfigError("is an adapter of a reward model; give one of a causal LM")
         base = check_same_base(replace(cfg, lora=lora), source)
         if not files_only:
-            _map_tensors(source, add_adapters(copy.deepcopy(model), lora))
+            adapted = add_adapters(copy.deepcopy(model), lora)
+            _map_tensors(source, adapted)
+            loaded = attach_adapters(copy.deepcopy(model), source.config)
+            if problem := describe_other_scaling(loaded, adapted):
+                raise ConfigError(problem)
         return f"reference  the adapter {name}; {base}"
 
 
@@ -236,6 +247,7 @@ def _map_tensors(source: AdapterSource, adapted: Any) -> dict[str, str]:
 
     Raises:
         ConfigError: the file lacks tensors, has others, has other shapes, or is no PEFT folder.
+        ExportError: two of its tensors are one parameter in `adapted`, and have other values.
     """
     if source.checkpoint is not None:
         raise ConfigError(
@@ -256,6 +268,9 @@ def _map_tensors(source: AdapterSource, adapted: Any) -> dict[str, str]:
             f"{len(differing)} tensors, such as {differing[0]}; give an adapter of "
             "model.name_or_path, or merge it into its base and give that model"
         )
+    counts = Counter(keys.values())
+    shared = {key: name for key, name in keys.items() if counts[name] > 1}
+    sum_tensor_bits(shared, entries, {name: p.dtype for name, p in parameters.items()})
     return keys
 
 
@@ -334,7 +349,7 @@ def _load_adapter(model: Any, lora: LoraConfig) -> None:
     def read() -> dict[str, torch.Tensor]:
         if ranks.rank():
             return {}
-        with open_adapter(lora) as source:
+        with _errors_name_setting(str(lora.from_)), open_adapter(lora) as source:
             keys, entries = _map_tensors(source, model), source.tensors()
             return {name: read_tensor(entries[key]) for key, name in keys.items()}
 
