@@ -88,7 +88,7 @@ def _model_settings(cfg: PreferConfig) -> ModelConfig:
     """Return the settings of the reference model, or of its base if it is an adapter."""
     assert cfg.preference.reference is not None
     if is_adapter(cfg.preference.reference):
-        return replace(cfg.model, dtype="auto", frozen_parameters=[])
+        return replace(cfg.model, dtype="auto", frozen_parameters=[], kernels="none")
     return replace(
         cfg.model,
         name_or_path=cfg.preference.reference,
@@ -98,6 +98,7 @@ def _model_settings(cfg: PreferConfig) -> ModelConfig:
         resize_embeddings=False,
         frozen_parameters=[],
         revision=None,
+        kernels="none",
     )
 
 
@@ -137,7 +138,12 @@ def reference_settings(cfg: PreferConfig) -> tuple[ModelConfig, LoraConfig | Non
 
 
 def check_reference(
-    cfg: Any, model: PreTrainedModel, model_cfg: ModelConfig, *, files_only: bool = False
+    cfg: Any,
+    model: PreTrainedModel,
+    model_cfg: ModelConfig,
+    device: torch.device | str = "cpu",
+    *,
+    files_only: bool = False,
 ) -> str:
     """Check that the model or adapter in `preference.reference` can be the reference of a run.
 
@@ -148,6 +154,7 @@ def check_reference(
         cfg: settings of the run, of any kind.
         model: the base model of the run on meta, without adapters; it is not changed.
         model_cfg: settings of the model, with the tokenizer of the run.
+        device: the device that evaluates the reference.
         files_only: check only files of this machine, and start no device.
 
     Returns:
@@ -172,7 +179,7 @@ def check_reference(
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
     if lora is None:
         with _errors_name_setting(name):
-            check_usable(settings, cfg.data.sequence_length, "cpu")
+            check_usable(settings, cfg.data.sequence_length, device)
             reference = build_on_meta(settings)
             check_weights_fit(reference, settings)
         return ranks.on_main(lambda: _check_vocabulary(reference, settings, model_cfg))
@@ -185,14 +192,19 @@ def _check_adapter(
     """Check that an adapter belongs to the base model of the run; return a log line.
 
     Raises:
-        ConfigError: it belongs to another base model or to a reward model, or this run would
-            compute something else with it than PEFT.
+        ConfigError: it belongs to another base model or to a reward model, it is one of DoRA and
+            the base has 4 bits, or this run would compute something else with it than PEFT.
     """
     name = str(lora.from_)
     with _errors_name_setting(name), open_adapter(lora) as source:
         if source.config.get("task_type") == "SEQ_CLS":
             raise ConfigError("is an adapter of a reward model; give one of a causal LM")
-        base = check_same_base(replace(cfg, lora=lora), source)
+        if lora.use_dora and lora.load_in_4bit:
+            raise ConfigError(
+                "is a DoRA adapter, which needs the rows of the weights, and lora.load_in_4bit "
+                "packs them; merge it into its base and give that model, or remove lora.load_in_4bit"
+            )
+        base = check_same_base(cfg, source)
         if not files_only:
             adapted = add_adapters(copy.deepcopy(model), lora)
             _map_tensors(source, adapted)
