@@ -202,7 +202,7 @@ def _check_adapter(
         if lora.use_dora and lora.load_in_4bit:
             raise ConfigError(
                 "is a DoRA adapter, which needs the rows of the weights, and lora.load_in_4bit "
-                "packs them; merge it into its base and give that model, or remove lora.load_in_4bit"
+                "packs them; merge it into its base and give that model, or remove the setting"
             )
         base = check_same_base(cfg, source)
         if not files_only:
