@@ -92,6 +92,11 @@ def test_published_configs_keep_their_objective(name, expected, tmp_path) -> Non
             {"loss": "discopop", "discopop_tau": 0.1},
         ),
         (None, MODEL | {"loss_type": "ipo", "discopop_tau": 0.05}, {"loss": "ipo"}),
+        (
+            None,
+            MODEL | {"loss_type": ["ipo", "sft"], "loss_weights": [1, 0.3], "rpo_alpha": None},
+            {"loss": "ipo", "rpo_alpha": 0.3},
+        ),
         (None, MODEL | {"loss_type": "apo_down"}, {"loss": "apo_down"}),
         (
             None,
@@ -140,6 +145,14 @@ def test_objectives_and_their_settings(tool, given, expected) -> None:
         ({"loss_type": ["ipo", "sft"], "loss_weights": [0.8]}, "with loss_weights [0.8]"),
         ({"loss_type": ["ipo", "ipo"]}, "loss_type ipo, ipo of DPO"),
         ({"loss_type": "ipo", "loss_weights": [0.8]}, "loss_type ipo with loss_weights [0.8]"),
+        (
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [1, 0.3], "rpo_alpha": 0.5},
+            "rpo_alpha 0.5 with sft in loss_type: both add the cross entropy",
+        ),
+        (
+            {"loss_type": ["ipo", "bco_pair", "sft"], "rpo_alpha": 0.5},
+            "rpo_alpha 0.5 with sft in loss_type: both add the cross entropy",
+        ),
         ({"loss_type": "aot_pair"}, "loss_type aot_pair of DPO: expected sigmoid or"),
         ({"loss_type": "apo_zero_unpaired"}, "of KTO: expected kto"),
         ({"cpo_alpha": 1.0}, "loss_type sigmoid of CPO: expected simpo"),

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import peft
 import pytest
 import torch
 from conftest import save_byte_tokenizer, save_tiny_model, slow
+from safetensors.torch import load_file, save_file
 from test_prefer_recipe import pair, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,8 +21,14 @@ from toolkit.config import parse
 from toolkit.config.preference import PreferConfig, PreferenceConfig
 from toolkit.config.published import select_publishable_settings
 from toolkit.errors import ConfigError
+from toolkit.formats import ADAPTER_WEIGHTS
 from toolkit.formats.metrics_file import read_metrics
+from toolkit.models import build_on_meta
+from toolkit.objectives import reference_model
+from toolkit.objectives.reference_model import check_reference
 from toolkit.planning.simulation import REFERENCE_PASS, simulate
+from toolkit.rehearsal.settings import settings_for_cpu
+from toolkit.start_checks import RunStart, check_adapter
 
 CONFIG = {"vocab_size": 260, "max_position_embeddings": 512}
 
@@ -175,6 +183,121 @@ def test_a_reference_that_does_not_fit_is_refused(
     shown = capsys.readouterr().err
     pattern = rf"toolkit: error: preference.reference {name}: .*{message}.*\n"
     assert re.fullmatch(pattern, shown), shown
+
+
+def prefer_config(model: Path, reference: Path, *flags: object) -> PreferConfig:
+    paths = ["--model.name_or_path", model, "--preference.reference", reference, *flags]
+    return parse(PreferConfig, [*map(str, paths), "--data.sequence_length", "64"])
+
+
+def check(cfg: PreferConfig) -> str:
+    return check_reference(cfg, build_on_meta(cfg.model), cfg.model)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tied model, and its adapter with both matrices saved in full."""
+    folder = tmp_path_factory.mktemp("tied")
+    save_tiny_model(folder / "model", tie_word_embeddings=True, **CONFIG)
+    save_adapter(folder / "adapter", folder / "model", modules_to_save=["embed_tokens", "lm_head"])
+    return folder
+
+
+def test_two_copies_of_a_tied_matrix_must_be_equal(tied: Path, tmp_path: Path) -> None:
+    assert "its base is this one" in check(prefer_config(tied / "model", tied / "adapter"))
+    shutil.copytree(tied / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / ADAPTER_WEIGHTS
+    tensors = load_file(file)
+    (head,) = (key for key in tensors if "lm_head" in key)
+    tensors[head][3, 1] += 1.0
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"preference\.reference .*: .*is one matrix with another"
+    ):
+        check(prefer_config(tied / "model", tmp_path / "adapter"))
+
+
+def test_an_adapter_that_peft_scales_otherwise_is_refused(here: Path, monkeypatch: Any) -> None:
+    cfg = prefer_config(here / "model", here / "adapter")
+    assert "its base is this one" in check(cfg)
+    read = reference_model.parse_adapter_settings
+    monkeypatch.setattr(
+        reference_model,
+        "parse_adapter_settings",
+        lambda *given: read(*given) | {"alpha_pattern": {"q_proj": 3.0}},
+    )
+    with pytest.raises(ConfigError, match=r"PEFT scales the adapter of .*q_proj.* by .*2\.0"):
+        check(cfg)
+
+
+def test_kernels_of_the_trained_model_are_no_kernels_of_the_reference(
+    here: Path, monkeypatch: Any
+) -> None:
+    cfg = prefer_config(here / "model", here / "other", "--model.kernels", "liger")
+    model = build_on_meta(replace(cfg.model, kernels="none"))
+    devices = []
+    check_usable = reference_model.check_usable
+    monkeypatch.setattr(
+        reference_model,
+        "check_usable",
+        lambda settings, length, device: (
+            devices.append(str(device)),
+            check_usable(settings, length, device),
+        ),
+    )
+    for device in ("cpu", "cuda"):
+        assert "260 rows" in check_reference(cfg, model, cfg.model, device)
+    assert devices == ["cpu", "cuda"]
+    flex = prefer_config(
+        here / "model", here / "other", "--model.attn_implementation", "flex_attention"
+    )
+    assert "260 rows" in check_reference(flex, model, cfg.model, "cuda")
+    with pytest.raises(ConfigError, match="flex_attention has no backward on CPUs"):
+        check_reference(flex, model, cfg.model, "cpu")
+
+
+def test_a_rehearsal_checks_the_reference_without_attention_for_gpus(here: Path) -> None:
+    cfg = prefer_config(
+        here / "model", here / "other", "--model.attn_implementation", "flash_attention_2"
+    )
+    cpu_cfg, lines = settings_for_cpu(cfg), list[str]()
+    start = RunStart(cfg, 1, "cpu", cpu_cfg, log=lines.append, model_cfg=cpu_cfg.model)
+    start.model = build_on_meta(cpu_cfg.model)
+    check_adapter(start)
+    assert "260 rows" in lines[-1]
+    start.build_cfg = cfg
+    with pytest.raises(ConfigError, match="flash_attention_2"):
+        check_adapter(start)
+
+
+@pytest.mark.parametrize("files_only", [False, True])
+def test_rules_of_trained_adapters_do_not_apply_to_a_reference(
+    here: Path, files_only: bool
+) -> None:
+    flags = (
+        "--model.frozen_parameters",
+        "[embed_tokens.weight]",
+        "--checkpoint.async_save",
+        "true",
+    )
+    cfg = prefer_config(here / "model", here / "adapter", *flags)
+    model = build_on_meta(cfg.model)
+    line = check_reference(cfg, model, cfg.model, files_only=files_only)
+    assert "its base is this one" in line
+
+
+@pytest.mark.parametrize("files_only", [False, True])
+def test_dora_on_4_bits_is_refused(here: Path, tmp_path: Path, files_only: bool) -> None:
+    save_adapter(tmp_path / "dora", here / "model", use_dora=True)
+    flags = ("--lora.r", 2, "--lora.load_in_4bit")
+    for name, four, is_refused in (("dora", "true", True), ("dora", "false", False)):
+        cfg = prefer_config(here / "model", tmp_path / name, *flags, four)
+        model = build_on_meta(cfg.model)
+        if not is_refused:
+            assert "its base is this one" in check_reference(cfg, model, cfg.model)
+            continue
+        with pytest.raises(ConfigError, match="is a DoRA adapter, which needs the rows"):
+            check_reference(cfg, model, cfg.model, files_only=files_only)
 
 
 @pytest.mark.parametrize(

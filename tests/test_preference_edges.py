@@ -179,6 +179,32 @@ def test_values_and_gradients_are_exact_and_finite(name: str, given_logps: Any) 
         torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=atol)
 
 
+@pytest.mark.parametrize(
+    ("cfg", "flags", "setting"),
+    [
+        (PreferenceConfig(reference="other"), {}, "preference.reference"),
+        (PreferenceConfig(loss_type="kto", reference="other"), {}, "preference.reference"),
+        (PreferenceConfig(), {"continues_adapter": True}, "lora.from"),
+        (PreferenceConfig(), {}, ""),
+    ],
+)
+def test_the_base_does_not_replace_another_reference(
+    cfg: PreferenceConfig,
+    flags: dict[str, bool],
+    setting: str,
+    given_logps: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_logps(torch.full((4,), -1.0).requires_grad_())
+    monkeypatch.setattr(preference, "base_model_logps", lambda *_, **__: torch.zeros(4))
+    loss = PreferenceLoss(cfg, View(0, 1), **flags)
+    if not setting:
+        assert loss(nn.Identity(), bare_batch(4)).total.isfinite().all()
+        return
+    with pytest.raises(TrainingError, match=f"with {setting}, the base model is not the reference"):
+        loss(nn.Identity(), bare_batch(4))
+
+
 def test_orpo_of_answers_that_are_certain_is_finite(given_logps: Any) -> None:
     means = torch.tensor([(c, w) for c in (0.0, -1e-45, -1.0) for w in (0.0, -1e-45, -1.0)])
     for beta in (0.1, 1e3):

@@ -339,7 +339,7 @@ def check_adapter_files(start: RunStart) -> str:
     cfg = start.cfg
     if cfg.adapters:
         check_target_names(start.model, cfg.adapters)
-    check_reference(cfg, start.model, start.model_cfg, files_only=True)
+    check_reference(cfg, start.model, start.model_cfg, start.device, files_only=True)
     if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
         return ""
     # A resumed run does not read that adapter.
@@ -360,7 +360,7 @@ def check_adapter(start: RunStart) -> str:
         return check_continued_adapter(start.cfg, start.model, resumes=resumes)
 
     start.log(ranks.on_main(check))
-    start.log(check_reference(start.cfg, start.model, start.model_cfg))
+    start.log(check_reference(start.build_cfg, start.model, start.model_cfg, start.device))
     return ""
 
 

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from toolkit.errors import ExportError, one_line
-from toolkit.formats import ADAPTER_FILE, Tensors
+from toolkit.formats import ADAPTER_FILE, StoredTensor, Tensors, read_tensor
+from toolkit.formats.bit_sums import part_sums
 from toolkit.models.modes import forked_rng
-from toolkit.models.peft_model import ADAPTER, layer_parameters
+from toolkit.models.peft_model import ADAPTER, adapted_parameters, layer_parameters
 from toolkit.parsing import read_json
 
 if TYPE_CHECKING:
@@ -166,6 +167,53 @@ def map_file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]:
     options: dict[str, Any] = {"adapter_name": ADAPTER, "save_embedding_layers": embeddings}
     with warnings.catch_warnings(action="ignore"):
         return get_peft_model_state_dict(model, state, **options)
+
+
+def sum_tensor_bits(
+    keys: Mapping[str, str], entries: Mapping[str, StoredTensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, int]:
+    """Sum the bits of the tensors in an adapter file, in the dtypes of their parameters.
+
+    A file may hold two copies of a matrix that is one parameter here, such as a tied embedding.
+
+    Args:
+        keys: key in the file -> name of its parameter.
+        entries: key -> tensor in the file.
+        dtypes: name -> dtype of the parameter.
+
+    Returns:
+        Name -> sum.
+
+    Raises:
+        ExportError: two tensors of one parameter have other values.
+    """
+    sums: dict[str, int] = {}
+    for key, name in keys.items():
+        total = int(part_sums(read_tensor(entries[key]).to(dtypes[name]))[1])
+        if sums.setdefault(name, total) != total:
+            raise ExportError(
+                f"{key} is one matrix with another of its tensors in this model, and holds other "
+                "values; merge the adapter into its base instead"
+            )
+    return sums
+
+
+def describe_other_scaling(theirs: Any, ours: Any) -> str:
+    """Name a LoRA layer that two models with adapters scale differently; "" if there is none.
+
+    Args:
+        theirs: the model as PEFT builds it from the adapter's config.
+        ours: the model of the run.
+    """
+    layers = adapted_parameters(theirs)
+    for name, layer in adapted_parameters(ours).items():
+        read, scale = (getattr(m, "scaling", None) for m in (layers.get(name), layer))
+        if read != scale:
+            return (
+                f"PEFT scales the adapter of {name} by {read}, this run by {scale}: a setting of "
+                f"its {ADAPTER_FILE} is not carried over"
+            )
+    return ""
 
 
 def _iterate_layers(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:

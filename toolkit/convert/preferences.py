@@ -99,6 +99,7 @@ def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
     _refuse_other_objectives(keys, objective)
     losses = _convert_loss(keys, objective)
     loss = ", ".join(losses)
+    has_cross_entropy = CROSS_ENTROPY in losses or "preference.rpo_alpha" in keys.settings
     key, beta = keys.take("beta", "rl_beta", "dpo_beta", "orpo_alpha")
     section, inner = keys.take("trl")
     if section and not isinstance(inner, Mapping):
@@ -127,7 +128,13 @@ def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
         ("center_rewards_coefficient", ("center_rewards_coefficient",), ("reward",)),
     ):
         key, value = keys.take(*names)
-        if key and objective in objectives:
+        if setting == "rpo_alpha" and has_cross_entropy:
+            if value:
+                raise ConfigError(
+                    f"{key} {value} with {CROSS_ENTROPY} in loss_type: both add the cross entropy "
+                    "of chosen answers; keep one of them"
+                )
+        elif key and objective in objectives:
             keys.settings[f"preference.{setting}"] = value
         elif key:
             keys.note(key, f"has no effect with preference.loss_type {loss}", value)

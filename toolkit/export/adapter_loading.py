@@ -25,7 +25,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from toolkit import ranks
-from toolkit.adapters.peft_folder import fill_without_memory, load_with_peft, map_file_keys
+from toolkit.adapters.peft_folder import (
+    describe_other_scaling,
+    fill_without_memory,
+    load_with_peft,
+    map_file_keys,
+    sum_tensor_bits,
+)
 from toolkit.adapters.values import copy_from_main
 from toolkit.checkpoint import TrainState, local_copy, wait
 from toolkit.checkpoint.adapter_source import (
@@ -52,10 +58,9 @@ from toolkit.formats import (
     same_values,
     slice_like,
 )
-from toolkit.formats.bit_sums import part_sums
 from toolkit.formats.layout import is_sharded_by_rows
 from toolkit.models import model_on_meta
-from toolkit.models.peft_model import adapted_parameters, has_adapters, trained_tensors
+from toolkit.models.peft_model import has_adapters, trained_tensors
 
 _MODEL = "model."  # before names of parameters in a checkpoint
 
@@ -222,15 +227,10 @@ def _read_adapter(
     with _drop_frozen(folder, {k: e for k, e in entries.items() if k in keys}, frozen) as readable:
         loaded, names = _load_by_peft(model, readable)
     values = {name: loaded[name].detach().to(live[name].dtype) for name in names}
-    sums: dict[str, int] = {}
-    for key, name in keys.items():
-        value = read_tensor(entries[key]).to(live[name].dtype)
-        total = int(part_sums(value)[1])
-        if sums.setdefault(name, total) != total:
-            raise ConfigError(
-                f"lora.from {source.name}: {key} is one matrix with another of its tensors in this "
-                "model, and holds other values; merge the adapter into its base instead"
-            )
+    try:
+        sums = sum_tensor_bits(keys, entries, {name: t.dtype for name, t in live.items()})
+    except ExportError as error:
+        raise ConfigError(f"lora.from {source.name}: {error}") from error
     if source.checkpoint is not None:  # of live memory, when it was saved
         saved = source.checkpoint.row_sums
         sums |= {n: saved[_MODEL + n] for n in sums if _MODEL + n in saved}
@@ -286,14 +286,8 @@ def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
     if problems or lost:
         detail = problems[0] if problems else f"it leaves {lost[0]} out"
         raise ConfigError(f"lora.from: PEFT does not load all of the adapter: {detail}")
-    theirs, ours = adapted_parameters(peft), adapted_parameters(model)
-    for name, layer in ours.items():
-        read, ours_scale = (getattr(m, "scaling", None) for m in (theirs.get(name), layer))
-        if read != ours_scale:
-            raise ConfigError(
-                f"lora.from: PEFT scales the adapter of {name} by {read}, this run by "
-                f"{ours_scale}: a setting of its adapter_config.json is not carried over"
-            )
+    if problem := describe_other_scaling(peft, model):
+        raise ConfigError(f"lora.from: {problem}")
     return state, names
 
 

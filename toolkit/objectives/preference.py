@@ -38,7 +38,13 @@ class PreferenceTuning(Objective):
     ) -> None:
         super().__init__(cfg, mesh, device_type)
         among = View() if mesh is None else mesh.loss
-        self.loss = PreferenceLoss(cfg.preference, among, device_type, largest_pair_count(cfg))
+        self.loss = PreferenceLoss(
+            cfg.preference,
+            among,
+            device_type,
+            largest_pair_count(cfg),
+            continues_adapter=cfg.lora.from_ is not None,
+        )
         self.metrics = preference_metrics(cfg.preference.loss_type)
         self._reference: Reference | None = None
 

@@ -7,6 +7,7 @@ computed. See [Note: life of the reference] in `toolkit.objectives.reference`.
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,12 @@ from transformers.utils import cached_file
 from toolkit import ranks
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.lora import add_adapters, prepare_adapters
-from toolkit.adapters.peft_folder import map_file_keys
+from toolkit.adapters.peft_folder import (
+    attach_adapters,
+    describe_other_scaling,
+    map_file_keys,
+    sum_tensor_bits,
+)
 from toolkit.adapters.values import copy_from_main
 from toolkit.checkpoint.adapter_source import (
     AdapterSource,
@@ -82,7 +88,7 @@ def _model_settings(cfg: PreferConfig) -> ModelConfig:
     """Return the settings of the reference model, or of its base if it is an adapter."""
     assert cfg.preference.reference is not None
     if is_adapter(cfg.preference.reference):
-        return replace(cfg.model, dtype="auto", frozen_parameters=[])
+        return replace(cfg.model, dtype="auto", frozen_parameters=[], kernels="none")
     return replace(
         cfg.model,
         name_or_path=cfg.preference.reference,
@@ -92,6 +98,7 @@ def _model_settings(cfg: PreferConfig) -> ModelConfig:
         resize_embeddings=False,
         frozen_parameters=[],
         revision=None,
+        kernels="none",
     )
 
 
@@ -131,7 +138,12 @@ def reference_settings(cfg: PreferConfig) -> tuple[ModelConfig, LoraConfig | Non
 
 
 def check_reference(
-    cfg: Any, model: PreTrainedModel, model_cfg: ModelConfig, *, files_only: bool = False
+    cfg: Any,
+    model: PreTrainedModel,
+    model_cfg: ModelConfig,
+    device: torch.device | str = "cpu",
+    *,
+    files_only: bool = False,
 ) -> str:
     """Check that the model or adapter in `preference.reference` can be the reference of a run.
 
@@ -142,6 +154,7 @@ def check_reference(
         cfg: settings of the run, of any kind.
         model: the base model of the run on meta, without adapters; it is not changed.
         model_cfg: settings of the model, with the tokenizer of the run.
+        device: the device that evaluates the reference.
         files_only: check only files of this machine, and start no device.
 
     Returns:
@@ -166,7 +179,7 @@ def check_reference(
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
     if lora is None:
         with _errors_name_setting(name):
-            check_usable(settings, cfg.data.sequence_length, "cpu")
+            check_usable(settings, cfg.data.sequence_length, device)
             reference = build_on_meta(settings)
             check_weights_fit(reference, settings)
         return ranks.on_main(lambda: _check_vocabulary(reference, settings, model_cfg))
@@ -179,15 +192,25 @@ def _check_adapter(
     """Check that an adapter belongs to the base model of the run; return a log line.
 
     Raises:
-        ConfigError: it belongs to another base model, or to a reward model.
+        ConfigError: it belongs to another base model or to a reward model, it is one of DoRA and
+            the base has 4 bits, or this run would compute something else with it than PEFT.
     """
     name = str(lora.from_)
     with _errors_name_setting(name), open_adapter(lora) as source:
         if source.config.get("task_type") == "SEQ_CLS":
             raise ConfigError("is an adapter of a reward model; give one of a causal LM")
-        base = check_same_base(replace(cfg, lora=lora), source)
+        if lora.use_dora and lora.load_in_4bit:
+            raise ConfigError(
+                "is a DoRA adapter, which needs the rows of the weights, and lora.load_in_4bit "
+                "packs them; merge it into its base and give that model, or remove the setting"
+            )
+        base = check_same_base(cfg, source)
         if not files_only:
-            _map_tensors(source, add_adapters(copy.deepcopy(model), lora))
+            adapted = add_adapters(copy.deepcopy(model), lora)
+            _map_tensors(source, adapted)
+            loaded = attach_adapters(copy.deepcopy(model), source.config)
+            if problem := describe_other_scaling(loaded, adapted):
+                raise ConfigError(problem)
         return f"reference  the adapter {name}; {base}"
 
 
@@ -236,6 +259,7 @@ def _map_tensors(source: AdapterSource, adapted: Any) -> dict[str, str]:
 
     Raises:
         ConfigError: the file lacks tensors, has others, has other shapes, or is no PEFT folder.
+        ExportError: two of its tensors are one parameter in `adapted`, and have other values.
     """
     if source.checkpoint is not None:
         raise ConfigError(
@@ -256,6 +280,9 @@ def _map_tensors(source: AdapterSource, adapted: Any) -> dict[str, str]:
             f"{len(differing)} tensors, such as {differing[0]}; give an adapter of "
             "model.name_or_path, or merge it into its base and give that model"
         )
+    counts = Counter(keys.values())
+    shared = {key: name for key, name in keys.items() if counts[name] > 1}
+    sum_tensor_bits(shared, entries, {name: p.dtype for name, p in parameters.items()})
     return keys
 
 
@@ -334,7 +361,7 @@ def _load_adapter(model: Any, lora: LoraConfig) -> None:
     def read() -> dict[str, torch.Tensor]:
         if ranks.rank():
             return {}
-        with open_adapter(lora) as source:
+        with _errors_name_setting(str(lora.from_)), open_adapter(lora) as source:
             keys, entries = _map_tensors(source, model), source.tensors()
             return {name: read_tensor(entries[key]) for key, name in keys.items()}
 

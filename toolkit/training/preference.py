@@ -89,6 +89,9 @@ class PreferenceLoss:
     max_pairs: int = 0
     """The largest number of pairs in a micro-batch of any rank; for losses that sort the pairs of
     several ranks (`pair_losses.SORTED_LOSSES`)."""
+    continues_adapter: bool = False
+    """True if training starts from a trained adapter (`lora.from`), so that the base model alone is
+    not the reference."""
 
     def counts(self, batch: Batch) -> torch.Tensor:
         """Return the number of terms of each mean in a micro-batch, for `Update`.
@@ -107,7 +110,8 @@ class PreferenceLoss:
         """Compute the loss and its metrics, summed over a micro-batch.
 
         Collective for KTO, aot and aot_unpaired. If a reference is needed and the batch has none,
-        it is computed by a forward with the adapters switched off.
+        it is computed by a forward with the adapters switched off, unless the base model is not the
+        reference.
 
         Returns:
             The summed preference loss and cross entropy, [2], with their counts, [2]. For reward
@@ -121,7 +125,7 @@ class PreferenceLoss:
             return self._reward_loss(model, batch)
         reference = batch.columns.get("reference")
         if self.cfg.needs_reference and reference is None:
-            reference = base_model_logps(model, batch, device_type=self.device_type)
+            reference = self._base_reference(model, batch)
         if not self.cfg.paired:
             assert reference is not None
             return self._kto_loss(model, batch, reference.view(-1, 2))
@@ -136,6 +140,21 @@ class PreferenceLoss:
         cross_entropy = -weight * (policy.chosen.sum() + sums[-1]) if weight else _zero_loss(batch)
         total = torch.stack([loss, cross_entropy]).float()
         return LossSum(total, self.counts(batch), self._pair_metrics(rewards, policy))
+
+    def _base_reference(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Compute the log-probabilities of a batch by the base model, fp32 [n_sequences].
+
+        Raises:
+            TrainingError: the reference is another model, or the model has no adapters.
+        """
+        if self.cfg.reference is not None or self.continues_adapter:
+            setting = "preference.reference" if self.cfg.reference is not None else "lora.from"
+            raise TrainingError(
+                f"expected a batch with reference values, got one without: with {setting}, the "
+                "base model is not the reference. Call `prepare` of the objective before the first "
+                "step, and use the data that it was given"
+            )
+        return base_model_logps(model, batch, device_type=self.device_type)
 
     def _reward_loss(self, model: nn.Module, batch: Batch) -> LossSum:
         """Compute the Bradley-Terry loss of a reward model, with its metrics."""
