@@ -36,11 +36,11 @@ from toolkit.errors import ConfigError, ToolkitError
 from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, local_folder, read_tensor
 from toolkit.formats.hub_access import hub_unreachable_reason
 from toolkit.loading import load_or_init
-from toolkit.loading.pretrained import check_weights_fit
 from toolkit.mesh import Mesh
-from toolkit.models import build_on_meta, check_usable
+from toolkit.models import build_on_meta
 from toolkit.models.attention import attend_within_documents
 from toolkit.models.causal_lm import vocabulary_size
+from toolkit.objectives.frozen_models import check_loadable
 from toolkit.objectives.objective import frozen_sharding
 from toolkit.sharding import Sharded, apply_fsdp
 
@@ -131,7 +131,12 @@ def reference_settings(cfg: PreferConfig) -> tuple[ModelConfig, LoraConfig | Non
 
 
 def check_reference(
-    cfg: Any, model: PreTrainedModel, model_cfg: ModelConfig, *, files_only: bool = False
+    cfg: Any,
+    model: PreTrainedModel,
+    model_cfg: ModelConfig,
+    device: torch.device | str,
+    *,
+    files_only: bool = False,
 ) -> str:
     """Check that the model or adapter in `preference.reference` can be the reference of a run.
 
@@ -142,6 +147,7 @@ def check_reference(
         cfg: settings of the run, of any kind.
         model: the base model of the run on meta, without adapters; it is not changed.
         model_cfg: settings of the model, with the tokenizer of the run.
+        device: device of the run.
         files_only: check only files of this machine, and start no device.
 
     Returns:
@@ -166,9 +172,7 @@ def check_reference(
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
     if lora is None:
         with _errors_name_setting(name):
-            check_usable(settings, cfg.data.sequence_length, "cpu")
-            reference = build_on_meta(settings)
-            check_weights_fit(reference, settings)
+            reference = check_loadable(settings, cfg.data.sequence_length, device)
         return ranks.on_main(lambda: _check_vocabulary(reference, settings, model_cfg))
     return ranks.on_main(lambda: _check_adapter(cfg, lora, model, files_only=files_only))
 
