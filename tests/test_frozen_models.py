@@ -2,12 +2,20 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from conftest import save_byte_tokenizer, save_tiny_model
+from distributed import run_recipe_ranks
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from toolkit.config import DistillConfig, parse
-from toolkit.errors import ToolkitError
+from toolkit import objectives
+from toolkit.config import DistillConfig, PreferConfig, parse
+from toolkit.data.prepare import choose_packing
+from toolkit.errors import DataError, ToolkitError
+from toolkit.models import build_on_meta
 from toolkit.start_checks import RunStart, check_start, run_checks
 
 
@@ -80,3 +88,104 @@ def test_a_teacher_that_cannot_be_loaded_is_refused(
     with pytest.raises(ToolkitError) as again:
         run_checks(RunStart(cfg, 1), "build", "model")
     assert str(again.value) == text
+
+
+# ---- Packed rows
+
+
+def save_recurrent_model(folder: Path) -> Path:
+    """Write a tiny model with a layer of linear attention, whose state crosses documents."""
+    config = CONFIG_MAPPING["qwen3_next"](
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        vocab_size=300,
+        max_position_embeddings=128,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+def data_of(cfg: Any) -> Any:
+    """The data of a run as far as its packing is concerned."""
+    choice = choose_packing(cfg.data, build_on_meta(cfg.model), cfg.train.micro_batch)
+    return SimpleNamespace(cfg=cfg, choice=choice, run=SimpleNamespace(device=torch.device("cpu")))
+
+
+def check_packing(cfg: Any) -> None:
+    objectives.build(cfg).check_packing(data_of(cfg))
+
+
+@pytest.mark.parametrize("packing", ["auto", "bfd", "none"])
+def test_a_teacher_that_lets_packed_samples_see_each_other_is_refused(
+    models: Path, tmp_path: Path, packing: str
+) -> None:
+    recurrent = save_recurrent_model(tmp_path / "recurrent")
+    flags = ("--data.packing", packing)
+    check_packing(settings(models, tmp_path / "run", "teacher", *flags))
+    cfg = settings(models, tmp_path / "run", str(recurrent), *flags)
+    if packing == "none":
+        check_packing(cfg)
+    else:
+        with pytest.raises(DataError, match=r"teacher: Qwen3Next.*apart.*data\.packing: none"):
+            check_packing(cfg)
+
+
+def test_a_teacher_that_needs_another_separation_of_documents_is_refused(
+    models: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    flags = {
+        "teacher": ("--teacher.attn_implementation", "eager"),
+        "model": ("--model.attn_implementation", "eager"),
+    }
+    with pytest.raises(DataError, match=r"needs a mask .*eager.*data\.packing: none"):
+        check_packing(settings(models, output, "teacher", *flags["teacher"]))
+    with pytest.raises(DataError, match=r"by their borders.*eager.*data\.packing: none"):
+        check_packing(settings(models, output, "teacher", *flags["model"]))
+    check_packing(settings(models, output, "teacher", *flags["model"], *flags["teacher"]))
+
+
+def test_a_reference_of_another_architecture_is_tried_on_packed_rows(
+    models: Path, tmp_path: Path
+) -> None:
+    every = {
+        "model.name_or_path": models / "model",
+        "data.train_files": models / "rows.jsonl",
+        "data.sequence_length": 128,
+        "output_dir": tmp_path / "run",
+    }
+    words = [word for name, value in every.items() for word in (f"--{name}", str(value))]
+    flag = "--preference.reference"
+    check_packing(parse(PreferConfig, [*words, flag, str(models / "teacher")]))
+    recurrent = save_recurrent_model(tmp_path / "recurrent")
+    with pytest.raises(DataError, match=r"preference\.reference: Qwen3Next.*packing: none"):
+        check_packing(parse(PreferConfig, [*words, flag, str(recurrent)]))
+
+
+@pytest.mark.slow
+def test_a_recipe_refuses_a_recurrent_teacher_on_packed_rows(models: Path, tmp_path: Path) -> None:
+    recurrent = save_recurrent_model(tmp_path / "recurrent")
+    cfg = settings(models, tmp_path / "run", str(recurrent))
+    words = ["--model.name_or_path", cfg.model.name_or_path]
+    words += ["--teacher.name_or_path", cfg.teacher.name_or_path]
+    words += ["--data.train_files", str(models / "rows.jsonl"), "--train.max_steps", "2"]
+    words += ["--data.sequence_length", "128", "--output_dir", cfg.output_dir]
+    done = run_recipe_ranks("distill", 2, *words, cwd=tmp_path)
+    assert done.returncode != 0
+    (line,) = [x for x in done.stderr.splitlines() if "see each other" in x]
+    assert "teacher: Qwen3Next" in line
+    assert "weights " not in done.stdout

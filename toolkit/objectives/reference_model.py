@@ -294,16 +294,24 @@ def shard_reference(cfg: PreferConfig, mesh: Mesh) -> Sharded:
     Raises:
         ConfigError: there is no such model or adapter.
     """
-    return _shard(cfg, mesh, *ranks.on_main(lambda: reference_settings(cfg)))
+    settings, lora = ranks.on_main(lambda: reference_settings(cfg))
+    return _shard(cfg, mesh, settings, lora, has_borders=cfg.data.packing != "none")
 
 
 def _shard(
-    cfg: PreferConfig, mesh: Mesh, settings: ModelConfig, lora: LoraConfig | None
+    cfg: PreferConfig,
+    mesh: Mesh,
+    settings: ModelConfig,
+    lora: LoraConfig | None,
+    *,
+    has_borders: bool,
 ) -> Sharded:
-    """Build a model on meta, with an adapter if `lora` is given, and shard it. Collective."""
+    """Build a model on meta, with an adapter if `lora` is given, and shard it. Collective.
+
+    `has_borders`: batches tell the documents of a row apart by their borders, without a mask.
+    """
     model: Any = build_on_meta(settings)
-    if cfg.data.packing != "none":
-        # Batches of packed rows tell documents apart by their borders, without a mask.
+    if has_borders:
         attend_within_documents(model)
     model = prepare_adapters(model, lora, cfg.sharding.param_dtype)
     if lora is None:
@@ -312,16 +320,21 @@ def _shard(
     return apply_fsdp(model.eval(), mesh, frozen_sharding(cfg.sharding))
 
 
-def load_reference(cfg: PreferConfig, mesh: Mesh) -> Sharded:
+def load_reference(cfg: PreferConfig, mesh: Mesh, *, has_borders: bool) -> Sharded:
     """Build, shard and load the model or adapter in `preference.reference`. Collective.
 
     Costs the memory of a second model, sharded, until it is deleted.
+
+    Args:
+        cfg: settings of the run.
+        mesh: the ranks of the run.
+        has_borders: whether batches have the borders of documents instead of a mask.
 
     Raises:
         ToolkitError: the model or adapter cannot be loaded.
     """
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
-    sharded = _shard(cfg, mesh, settings, lora)
+    sharded = _shard(cfg, mesh, settings, lora, has_borders=has_borders)
     load_or_init(sharded, settings, torch.device(mesh.device_type), cfg.seed)
     if lora is not None:
         _load_adapter(sharded.model, lora)
