@@ -1,6 +1,7 @@
 """Frozen models, such as teachers: checked before a run like the trained model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from toolkit import objectives
 from toolkit.config import DistillConfig, PreferConfig, parse
 from toolkit.data.prepare import choose_packing
-from toolkit.errors import DataError, ToolkitError
+from toolkit.errors import DataError, ModelError, ToolkitError
+from toolkit.mesh import init_mesh
 from toolkit.models import build_on_meta
+from toolkit.planning.fake_ranks import fake_world, sharded
 from toolkit.start_checks import RunStart, check_start, run_checks
 
 
@@ -88,6 +91,23 @@ def test_a_teacher_that_cannot_be_loaded_is_refused(
     with pytest.raises(ToolkitError) as again:
         run_checks(RunStart(cfg, 1), "build", "model")
     assert str(again.value) == text
+
+
+def test_a_frozen_model_may_be_stored_in_float16(models: Path, tmp_path: Path) -> None:
+    """It has no optimizer; a model that is trained is refused by run and plan."""
+    half = save_tiny_model(tmp_path / "half", dtype=torch.float16, max_position_embeddings=128)
+    save_byte_tokenizer(half)
+    cfg = settings(models, tmp_path / "run", str(half))
+    check_start(cfg, 1, "cpu")
+    with fake_world(1):
+        objective = objectives.build(cfg, init_mesh("cpu", 1, cfg.sharding))
+        objective.shard_models()
+    assert {p.dtype for p in objective.frozen["teacher"].model.parameters()} == {torch.float16}
+    trained = replace(cfg, model=replace(cfg.model, name_or_path=str(half), dtype="auto"))
+    with pytest.raises(ModelError, match=r"stored in float16.*set model\.dtype: float32"):
+        check_start(trained, 1, "cpu")
+    with pytest.raises(ModelError, match="stored in float16"), sharded(trained, 1):
+        pass
 
 
 # ---- Packed rows
@@ -184,8 +204,8 @@ def test_a_recipe_refuses_a_recurrent_teacher_on_packed_rows(models: Path, tmp_p
     words += ["--teacher.name_or_path", cfg.teacher.name_or_path]
     words += ["--data.train_files", str(models / "rows.jsonl"), "--train.max_steps", "2"]
     words += ["--data.sequence_length", "128", "--output_dir", cfg.output_dir]
-    done = run_recipe_ranks("distill", 2, *words, cwd=tmp_path)
-    assert done.returncode != 0
-    (line,) = [x for x in done.stderr.splitlines() if "see each other" in x]
+    result = run_recipe_ranks("distill", 2, *words, cwd=tmp_path)
+    assert result.returncode != 0
+    (line,) = [x for x in result.stderr.splitlines() if "see each other" in x]
     assert "teacher: Qwen3Next" in line
-    assert "weights " not in done.stdout
+    assert "weights " not in result.stdout
