@@ -44,8 +44,8 @@ def check_before_loading(
 ) -> None:
     """Raise an error if a run would fail after its weights are read. Collective.
 
-    Checks the prompts of evaluations, the balancing of experts and the space on the disk; see
-    `start_checks`. Logs the files that the run will write.
+    Checks the packing of frozen models, the prompts of evaluations, the balancing of experts and
+    the space on the disk; see `start_checks`. Logs the files that the run will write.
 
     Args:
         cfg: the settings of the run, with `auto` resolved.
@@ -56,6 +56,7 @@ def check_before_loading(
     Raises:
         ToolkitError: the run would fail.
     """
+    objective.check_packing(data)
     start = RunStart(
         cfg,
         ranks.world_size(),

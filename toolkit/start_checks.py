@@ -44,6 +44,7 @@ from toolkit.data.tokens.tokenizer import load_tokenizer, prepare_tokenizer, use
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.mesh import DP_REPLICATE, DP_SHARD, data_ranks, mesh_shape
 from toolkit.models.peft_model import adapted_modules, has_adapters
+from toolkit.objectives.frozen_models import check_loadable, errors_name_role
 from toolkit.objectives.reference_model import check_reference
 from toolkit.planning.fake_ranks import sharded
 from toolkit.sharding.unit_table import unit_rows
@@ -318,8 +319,7 @@ def build_model(start: RunStart) -> str:
 
     Also sets `start.model_cfg`: the model's settings, completed by the tokenizer. Checks the
     optimizer, the settings and the headers of the weights, too. Takes seconds. Returns a summary:
-    the model's class and number of parameters. Errors are subclasses of ToolkitError: ConfigError,
-    ModelError, LoadingError or DataError.
+    the model's class and number of parameters. Raises a ToolkitError.
     """
     cfg = start.build_cfg
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
@@ -416,13 +416,16 @@ def check_tokenizer(start: RunStart) -> str:
     return f"{tokens}, {vocabulary:,} rows of the embedding"
 
 
-def check_frozen_models(start: RunStart) -> str:
-    """Raise if a frozen model, such as a teacher, does not fit the trained one. Collective.
+def check_frozen_models(start: RunStart, *, files_only: bool = False) -> str:
+    """Raise if a frozen model cannot be loaded or does not fit the trained one. Collective.
 
-    Logs a line about differences that are accepted. Returns "".
+    `files_only`: request no weights of a Hub id. Logs accepted differences. Returns "".
     """
-    if text := objectives.build(start.build_cfg).check_models(start.model, start.model_cfg):
-        start.log(text)
+    objective, length = objectives.build(start.build_cfg), start.build_cfg.data.sequence_length
+    for role, settings in objective.models.items():
+        with errors_name_role(role):
+            check_loadable(settings, length, start.device, files_only=files_only)
+    start.log(objective.check_models(start.model, start.model_cfg))
     return ""
 
 
@@ -436,8 +439,7 @@ def check_prompts(start: RunStart) -> str:
 def check_router(start: RunStart) -> str:
     """Raise if the settings `train.router_*` cannot balance the model's experts. Returns "".
 
-    The error is a ModelError if the model lacks something that the settings need, and a ConfigError
-    if updates of a bias are combined with adapters.
+    The error is a ModelError, or a ConfigError if updates of a bias are combined with adapters.
     """
     plan_router(start.model, start.cfg)
     return ""
@@ -476,8 +478,7 @@ def check_batch(start: RunStart) -> str:
         try:
             ranks_with_samples = data_ranks(start.world_size, start.cfg.sharding)
         except ShardingError:
-            # The check of the mesh reports it.
-            return ""
+            return ""  # the check of the mesh reports it
         micro_batch = micro_batch if isinstance(micro_batch, int) else 1
         accumulation_for(global_batch, micro_batch, ranks_with_samples)
     return ""
@@ -529,8 +530,7 @@ def shard_on_meta(start: RunStart) -> str:
 
     Returns a summary: number of FSDP units, shape of the mesh, and parameter bytes of a rank.
     """
-    cfg = start.build_cfg
-    world_size = start.world_size
+    cfg, world_size = start.build_cfg, start.world_size
     assert world_size is not None
     compiled = cfg.sharding.torch_compile
     with sharded(cfg, world_size, model=start.model, torch_compile=compiled) as (
@@ -538,8 +538,7 @@ def shard_on_meta(start: RunStart) -> str:
         sharding,
     ):
         rows = unit_rows(sharded_model, sharding)
-        replicas = sharded_model.mesh.axes[DP_REPLICATE]
-        shards = sharded_model.mesh.axes[DP_SHARD]
+        replicas, shards = (sharded_model.mesh.axes[axis] for axis in (DP_REPLICATE, DP_SHARD))
         rank_bytes = size_text(sum(row.bytes_sharded for row in rows))
         start.model = sharded_model.model
         return f"{len(rows)} units on {replicas} x {shards} ranks, {rank_bytes} of parameters each"
@@ -586,7 +585,8 @@ CHECKS = (
     # Only creating the repository proves that it can be created.
     Check("hub", ("build",), partial(check_hub, create=True)),
     Check("model", ("train", "rehearse", "build"), build_model),
-    Check("model", ("train", "rehearse", "build"), check_frozen_models),
+    Check("model", ("train",), partial(check_frozen_models, files_only=True)),
+    Check("model", ("rehearse", "build"), check_frozen_models),
     Check("model", ("train",), check_adapter_files),
     Check("model", ("rehearse", "build"), check_adapter),
     Check("model", ("rehearse",), check_tokenizer),

@@ -43,6 +43,7 @@ from toolkit.models.stored import (
     dtypes_after_dequantising,
     group_stored_parts,
     make_dequantiser,
+    refuse_float16,
 )
 from toolkit.models.tiny_copy import build_meta_model, find_text_fault
 
@@ -289,9 +290,10 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
 
     Raises:
         ModelError: as in `build_on_meta`; also if tokens attend to later ones (BERT without
-            `is_decoder`), or if the config drops layers at random.
+            `is_decoder`), if the config drops layers at random, or if `auto` chose float16.
     """
     model = build_on_meta(cfg)
+    refuse_float16(model, cfg.name_or_path)
     marks = [(getattr(m, "is_decoder", 1), getattr(m, "is_causal", 1)) for m in model.modules()]
     if not getattr(model.config, "is_decoder", True) and any(False in mark for mark in marks):
         raise ModelError(
@@ -398,8 +400,7 @@ def _find_model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTr
 def _choose_storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
     """Choose the dtype in which parameters are stored.
 
-    For `auto` it is the checkpoint's dtype, or bfloat16 if that is unknown. Raises ModelError if
-    `auto` would choose float16.
+    For `auto` it is the checkpoint's dtype, or bfloat16 if that is unknown.
     """
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype or "float32")
@@ -409,13 +410,7 @@ def _choose_storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Pa
         if "F16" not in kinds or "BF16" in kinds:
             return torch.float32 if kinds == {"F32"} else torch.bfloat16
         stored = torch.float16
-    dtype = getattr(torch, stored) if isinstance(stored, str) else stored
-    if dtype == torch.float16:
-        raise ModelError(
-            f"{cfg.name_or_path} is stored in float16, in which AdamW's second moment underflows "
-            "to 0; set model.dtype: float32"
-        )
-    return dtype
+    return getattr(torch, stored) if isinstance(stored, str) else stored
 
 
 def find_fp32_tensors(

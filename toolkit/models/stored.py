@@ -10,14 +10,32 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
+from toolkit.errors import ModelError
 from toolkit.formats import StoredTensor, read_tensor
 
 QUANTISED = "quantization_config"
 # The quantiser's own list lacks these names of scales, because it renames them while it loads.
 _SCALES = (".scale", ".qscale_weight", "_scale_inv")
+
+
+def refuse_float16(model: nn.Module, name: str) -> None:
+    """Raise ModelError if a model that will be trained is stored in float16.
+
+    Frozen models may be stored in it.
+
+    Args:
+        model: on meta.
+        name: its name in the settings.
+    """
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        raise ModelError(
+            f"{name} is stored in float16, in which AdamW's second moment underflows to 0; set "
+            "model.dtype: float32"
+        )
 
 
 def make_dequantiser(config: PreTrainedConfig) -> Any:

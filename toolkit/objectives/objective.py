@@ -21,6 +21,7 @@ from toolkit.mesh import Mesh
 from toolkit.models import build_on_meta
 from toolkit.models.attention import attend_within_documents
 from toolkit.models.dropout import disable_dropout
+from toolkit.objectives.frozen_models import check_packed_rows
 from toolkit.objectives.largest_batch import largest_batch
 from toolkit.sharding import Sharded, apply_fsdp
 from toolkit.training.loss import LossSum
@@ -63,6 +64,7 @@ class Objective:
         """Role -> the frozen model, sharded; filled by `prepare`."""
         self.files: dict[str, StateFile] = {}
         """Files of every checkpoint, for `TrainState.files`; on rank 0."""
+        self._has_borders = cfg.data.packing != "none"
 
     @property
     def rows(self) -> RowFormat:
@@ -88,6 +90,18 @@ class Objective:
             ToolkitError: a frozen model does not fit.
         """
         return ""
+
+    def check_packing(self, data: TrainingData) -> None:
+        """Refuse frozen models that let documents of packed rows see each other. Collective.
+
+        `assembly.check_before_loading` calls it.
+
+        Raises:
+            DataError: a frozen model does not suit the packing of the run.
+        """
+        self._has_borders = data.choice.mask is None
+        for role, settings in self.models.items():
+            check_packed_rows(role, settings, data)
 
     @property
     def models(self) -> Mapping[str, ModelConfig]:
@@ -148,7 +162,7 @@ class Objective:
         for role, cfg in self.models.items():
             model = build_on_meta(replace(cfg, dtype=cfg.dtype or "auto"))
             model.requires_grad_(False).eval()
-            if self.cfg.data.packing != "none":
+            if self._has_borders:
                 # Batches of packed rows tell documents apart by their borders, without a mask.
                 attend_within_documents(model)
             self.frozen[role] = apply_fsdp(model, self.mesh, sharding)

@@ -11,9 +11,10 @@ from toolkit.config.preference import PreferConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.data.samples.batch import Batch
 from toolkit.mesh import Mesh, View
+from toolkit.objectives.frozen_models import check_packed_rows
 from toolkit.objectives.objective import Objective, register
 from toolkit.objectives.reference import Reference, reference_bytes
-from toolkit.objectives.reference_model import shard_reference
+from toolkit.objectives.reference_model import reference_settings, shard_reference
 from toolkit.sharding import Sharded
 from toolkit.training.loss import LossSum
 from toolkit.training.pair_losses import SORTED_LOSSES
@@ -54,6 +55,14 @@ class PreferenceTuning(Objective):
         if self._reference is None or self.cfg.preference.reference is not None:
             return False
         return not self._reference.is_complete
+
+    def check_packing(self, data: TrainingData) -> None:
+        """Refuse a reference model that lets packed samples see each other; see `Objective`."""
+        super().check_packing(data)
+        if self.cfg.preference.reference is not None:
+            settings, lora = ranks.on_main(lambda: reference_settings(self.cfg))
+            if lora is None:  # an adapter is on the base of the run
+                check_packed_rows("preference.reference", settings, data)
 
     def shard_temporary_models(self) -> list[Sharded]:
         """Build the model in `preference.reference` on meta, and shard it; [] without one."""

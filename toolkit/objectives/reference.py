@@ -170,7 +170,8 @@ class Reference:
         """
         name = self.cfg.preference.reference
         if name is not None:
-            sharded = load_reference(self.cfg, sharded.mesh)
+            has_borders = self.data.choice.mask is None
+            sharded = load_reference(self.cfg, sharded.mesh, has_borders=has_borders)
         lines = self._load_parts(sharded)
         if not self.is_complete:
             lines.append(self._evaluate_missing(sharded))

@@ -42,11 +42,11 @@ from toolkit.errors import ConfigError, ToolkitError
 from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, local_folder, read_tensor
 from toolkit.formats.hub_access import hub_unreachable_reason
 from toolkit.loading import load_or_init
-from toolkit.loading.pretrained import check_weights_fit
 from toolkit.mesh import Mesh
-from toolkit.models import build_on_meta, check_usable
+from toolkit.models import build_on_meta
 from toolkit.models.attention import attend_within_documents
 from toolkit.models.causal_lm import vocabulary_size
+from toolkit.objectives.frozen_models import check_loadable
 from toolkit.objectives.objective import frozen_sharding
 from toolkit.sharding import Sharded, apply_fsdp
 
@@ -141,7 +141,7 @@ def check_reference(
     cfg: Any,
     model: PreTrainedModel,
     model_cfg: ModelConfig,
-    device: torch.device | str = "cpu",
+    device: torch.device | str,
     *,
     files_only: bool = False,
 ) -> str:
@@ -179,9 +179,7 @@ def check_reference(
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
     if lora is None:
         with _errors_name_setting(name):
-            check_usable(settings, cfg.data.sequence_length, device)
-            reference = build_on_meta(settings)
-            check_weights_fit(reference, settings)
+            reference = check_loadable(settings, cfg.data.sequence_length, device)
         return ranks.on_main(lambda: _check_vocabulary(reference, settings, model_cfg))
     return ranks.on_main(lambda: _check_adapter(cfg, lora, model, files_only=files_only))
 
@@ -317,16 +315,24 @@ def shard_reference(cfg: PreferConfig, mesh: Mesh) -> Sharded:
     Raises:
         ConfigError: there is no such model or adapter.
     """
-    return _shard(cfg, mesh, *ranks.on_main(lambda: reference_settings(cfg)))
+    settings, lora = ranks.on_main(lambda: reference_settings(cfg))
+    return _shard(cfg, mesh, settings, lora, has_borders=cfg.data.packing != "none")
 
 
 def _shard(
-    cfg: PreferConfig, mesh: Mesh, settings: ModelConfig, lora: LoraConfig | None
+    cfg: PreferConfig,
+    mesh: Mesh,
+    settings: ModelConfig,
+    lora: LoraConfig | None,
+    *,
+    has_borders: bool,
 ) -> Sharded:
-    """Build a model on meta, with an adapter if `lora` is given, and shard it. Collective."""
+    """Build a model on meta, with an adapter if `lora` is given, and shard it. Collective.
+
+    `has_borders`: batches tell the documents of a row apart by their borders, without a mask.
+    """
     model: Any = build_on_meta(settings)
-    if cfg.data.packing != "none":
-        # Batches of packed rows tell documents apart by their borders, without a mask.
+    if has_borders:
         attend_within_documents(model)
     model = prepare_adapters(model, lora, cfg.sharding.param_dtype)
     if lora is None:
@@ -335,16 +341,21 @@ def _shard(
     return apply_fsdp(model.eval(), mesh, frozen_sharding(cfg.sharding))
 
 
-def load_reference(cfg: PreferConfig, mesh: Mesh) -> Sharded:
+def load_reference(cfg: PreferConfig, mesh: Mesh, *, has_borders: bool) -> Sharded:
     """Build, shard and load the model or adapter in `preference.reference`. Collective.
 
     Costs the memory of a second model, sharded, until it is deleted.
+
+    Args:
+        cfg: settings of the run.
+        mesh: the ranks of the run.
+        has_borders: whether batches have the borders of documents instead of a mask.
 
     Raises:
         ToolkitError: the model or adapter cannot be loaded.
     """
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
-    sharded = _shard(cfg, mesh, settings, lora)
+    sharded = _shard(cfg, mesh, settings, lora, has_borders=has_borders)
     load_or_init(sharded, settings, torch.device(mesh.device_type), cfg.seed)
     if lora is not None:
         _load_adapter(sharded.model, lora)

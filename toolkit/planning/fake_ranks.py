@@ -25,6 +25,7 @@ from toolkit.mesh import init_mesh, mesh_shape
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.dropout import disable_dropout_modules
 from toolkit.models.peft_model import base_of
+from toolkit.models.stored import refuse_float16
 from toolkit.objectives import objective_class
 from toolkit.sharding.accumulation import should_reduce_each
 from toolkit.sharding.fsdp import (
@@ -105,7 +106,9 @@ def sharded(
             them. None: do not compile them for that reason.
     """
     with fake_world(world_size, rank):
-        model = build_on_meta(model_settings(cfg)) if model is None else model
+        if model is None:
+            model = build_on_meta(model_settings(cfg))
+            refuse_float16(model, cfg.model.name_or_path)
         model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
         if not objective_class(type(cfg)).has_dropout:
             disable_dropout_modules(model)
