@@ -1,18 +1,23 @@
 """The Python API: a run from rows in memory, with real processes, and what can be made of it."""
 
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import yaml
 from chat_templates import CHATML
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, SchedulerType
 
 import toolkit
 from toolkit import api
+from toolkit.data import cached_rows
 from toolkit.data.cached_rows import store_rows
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
 
@@ -44,11 +49,46 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_equal_rows_are_one_file_and_other_rows_another() -> None:
-    first = store_rows(datasets.Dataset.from_list(ROWS), "data.train_files")
-    assert store_rows(list(ROWS), "data.train_files") == first
-    assert store_rows(ROWS[1:], "data.train_files") != first
+    dataset = datasets.Dataset.from_list(ROWS)
+    first = store_rows(dataset, "data.train_files")
+    assert store_rows(datasets.Dataset.from_list(ROWS), "data.train_files") == first
+    assert store_rows(dataset.select(range(3)), "data.train_files") != first
     assert datasets.Dataset.from_parquet(first).to_list() == ROWS
-    assert [file.suffix for file in Path(first).parent.iterdir()] == [".parquet"] * 2
+    lines = store_rows(list(ROWS), "data.train_files")
+    assert store_rows(tuple(ROWS), "data.train_files") == lines
+    assert store_rows(ROWS[1:], "data.train_files") != lines
+    files = list(Path(first).parent.iterdir())
+    assert sorted(file.suffix for file in files) == [".jsonl", ".jsonl", ".parquet", ".parquet"]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o644}
+
+
+def test_a_list_keeps_the_keys_types_and_order_of_each_row() -> None:
+    arguments = {"zone": "Ö\u2028", "at": 3, "unit": None}
+    rows = [
+        {"prompt": "a", "completion": "b", "x": 3},
+        {"completion": "b", "prompt": "a", "tools": [{"z": 1, "a": arguments}], "x": 3.5},
+        {"prompt": "a", "completion": ["b"], "x": "three"},
+    ]
+    lines = Path(store_rows(rows, "data.train_files")).read_text("utf-8").split("\n")
+    assert [json.dumps(json.loads(line)) for line in lines[:-1]] == [json.dumps(r) for r in rows]
+
+
+def test_rows_are_stored_at_an_absolute_path_by_several_threads(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("relative"))
+    both_have_written = threading.Barrier(2)
+    digest_file = cached_rows._digest_file
+
+    def wait_and_digest(file: Path) -> str:
+        both_have_written.wait(30)
+        return digest_file(file)
+
+    monkeypatch.setattr(cached_rows, "_digest_file", wait_and_digest)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(store_rows, (ROWS, ROWS[1:]), "xy")
+    assert Path(first).is_absolute()
+    for file, rows in ((first, ROWS), (second, ROWS[1:])):
+        assert [json.loads(line) for line in Path(file).read_text("utf-8").splitlines()] == rows
 
 
 def test_paths_stay_paths() -> None:
@@ -65,6 +105,11 @@ def test_paths_stay_paths() -> None:
         ),
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "data.streaming"),
         (datasets.Dataset.from_list(ROWS).select([]), "has no rows"),
+        (datasets.IterableDatasetDict(), "got an IterableDatasetDict; name the files"),
+        (datasets.Dataset.from_list(ROWS).with_transform(lambda rows: rows), r"dataset\.map"),
+        ([{"a": 1}, {"a": {1}}], "row 1 .* cannot be written as JSON: .* set is not"),
+        ([{"a": float("nan")}], "row 0 .* cannot be written"),
+        ([{"a": "\ud800"}], "row 0 .* cannot be written"),
         ([], "a list of dicts, or paths, got list"),
         (7, "got int"),
     ],
@@ -116,6 +161,78 @@ def test_a_config_file_is_overridden_section_by_section(started: list, tmp_path:
     assert content["model"] == {"name_or_path": "b", "dtype": "float32"}
     assert content["train"] == {"max_steps": 9}
     assert content["data"] == {"train_files": "x.jsonl", "sequence_length": 64}
+
+
+def test_a_call_replaces_the_data_sources_of_a_config_file(started: list, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "data: {dataset_name: o/n, dataset_split: x, eval_sources: [{files: e}], num_workers: 1}\n"
+    )
+    toolkit.finetune(config=file, data=ROWS, output_dir="r")
+    data = started[-1][1]["data"]
+    assert data.pop("train_files").endswith(".jsonl")
+    assert data == {"eval_sources": [{"files": "e"}], "num_workers": 1}
+    toolkit.finetune(config=file, eval_data="e.jsonl", data={"num_workers": 2}, output_dir="r")
+    assert started[-1][1]["data"] == {
+        "dataset_name": "o/n", "dataset_split": "x", "num_workers": 2, "eval_files": "e.jsonl",
+    }  # fmt: skip
+
+
+def test_none_removes_a_section_of_a_config_file(started: list, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("lora: {r: 4}\nseed: 3\ntrain: {max_steps: 9}\ndata: {train_files: a}\n")
+    toolkit.finetune(config=file, lora=None, seed=None, optim={}, output_dir="r")
+    data = {"train_files": "a"}
+    content = {"train": {"max_steps": 9}, "data": data, "optim": {}, "output_dir": "r"}
+    assert started[-1][1] == content
+    toolkit.finetune(config=file, data={"train_files": None, "dataset_name": "o/n"}, output_dir="r")
+    assert started[-1][1]["data"] == {"dataset_name": "o/n"}
+
+
+@pytest.mark.parametrize("data", [None, {}, {"sequence_length": 256}, {"train_files": None}])
+def test_a_call_without_data_is_refused(data, started: list) -> None:
+    with pytest.raises(ConfigError, match="expected data: "):
+        toolkit.finetune(model="m", data=data, output_dir="r")
+    assert not started
+
+
+def test_values_of_python_become_values_of_yaml(started: list, tmp_path: Path) -> None:
+    shared = [Path("a.jsonl"), "b.jsonl"]
+    toolkit.finetune(
+        model={"name_or_path": tmp_path, "dtype": torch.bfloat16},
+        data={
+            "sources": ({"files": ROWS, "weight": np.float32(0.5)}, {"files": shared}),
+            "eval_sources": [{"files": shared}, {"files": datasets.Dataset.from_list(ROWS)}],
+            "sequence_length": np.int64(64),
+        },
+        optim={"lr_scheduler_type": SchedulerType.COSINE, "learning_rate": torch.tensor(0.25)},
+        output_dir=tmp_path,
+    )
+    content = started[0][1]
+    rows, listed = content["data"]["sources"]
+    assert Path(rows["files"]).suffix == ".jsonl"
+    assert rows["weight"] == 0.5
+    assert listed["files"] == ["a.jsonl", "b.jsonl"]
+    assert Path(content["data"]["eval_sources"][1]["files"]).suffix == ".parquet"
+    assert content["data"]["sequence_length"] == 64
+    assert content["model"] == {"name_or_path": str(tmp_path), "dtype": "bfloat16"}
+    assert content["optim"] == {"lr_scheduler_type": "cosine", "learning_rate": 0.25}
+
+
+def test_a_shared_value_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, texts = {"q_proj": 1}, []
+    monkeypatch.setattr(api, "run_command", lambda args, _: texts.append(Path(args[1]).read_text()))
+    monkeypatch.setattr(api, "SavedRun", lambda path, quiet: path)
+    toolkit.finetune(data="o/n", output_dir="r", lora={"a": shared, "b": shared}, train={"c": []})
+    assert "&" not in texts[0]
+    assert "*" not in texts[0]
+
+
+def test_a_value_that_yaml_does_not_have_is_named(started: list) -> None:
+    with pytest.raises(ConfigError, match=r"^train\.hooks\[1\]: expected text, .* got object"):
+        toolkit.finetune(data="o/n", output_dir="r", train={"hooks": [1, object()]})
+    with pytest.raises(ConfigError, match="got an IterableDatasetDict"):
+        toolkit.finetune(data=datasets.IterableDatasetDict(), output_dir="r")
 
 
 @pytest.mark.parametrize(("has_gpu", "name"), [(True, "one_node"), (False, "cpu")])

@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ from toolkit.errors import EXIT_CODE_PREEMPTED, ConfigError, LaunchError, Toolki
 from toolkit.recipes import find_kind
 
 _LAST_LINES = 20  # of a failed command, for its error
+_SOURCES = ("train_files", "dataset_name", "sources")  # settings of `data` that name training data
+_SOURCE_DETAILS = ("dataset_config_name", "dataset_split")
+_EVAL_SOURCES = ("eval_files", "eval_sources")
 _ERROR_MARKS = ("toolkit: error: ", "error: ")
 
 
@@ -169,25 +173,28 @@ def run(
     """Train, as `toolkit COMMAND` does, and return the run. The same call resumes a stopped run.
 
     Args:
-        kind: kind of run: pretrain, finetune, prefer. `toolkit.finetune(...)` and so on are the
-            same as `toolkit.run("finetune", ...)`.
+        kind: kind of run: pretrain, finetune, prefer, distill. `toolkit.finetune(...)` and so on
+            are the same as `toolkit.run("finetune", ...)`.
         model: Hub id or folder, or the section `model` as a dict.
         data: rows to train on: a `datasets.Dataset`, a list of dicts, files or a glob, the Hub id
-            of a data set, or the section `data` as a dict, whose `train_files` may be rows too.
+            of a data set, or the section `data` as a dict, whose `train_files` and `files` of a
+            source may be rows too.
         eval_data: rows to evaluate on: a `datasets.Dataset`, a list of dicts, or files.
         output_dir: folder of the run.
-        config: a YAML file of settings that the other arguments override.
+        config: a YAML file of settings that the other arguments override. Training data of the
+            call replaces the file's data sources, and `eval_data` its sources for evaluation.
         num_processes: number of processes; None: as Accelerate is configured.
         accelerate_config: an Accelerate YAML, or the name of one that the toolkit ships. None: with
             more than one process, one_node if there is a GPU, else cpu.
         quiet: do not print the log.
-        **settings: other sections as dicts, such as `lora={"r": 16}`, and `seed`.
+        **settings: other sections as dicts, such as `lora={"r": 16}`, and `seed`. None removes
+            a section of `config`: `lora=None` trains all parameters.
 
     Returns:
         The finished run.
 
     Raises:
-        ConfigError: a setting or the type of an argument is wrong.
+        ConfigError: a setting or the type of an argument is wrong, or there is no data.
         LaunchError: the run was stopped by a signal, after it saved a checkpoint.
         ToolkitError: the run failed; the error is the line that it printed.
     """
@@ -199,14 +206,16 @@ def run(
     sections = dict(settings)
     if model is not None:
         sections["model"] = _as_section(model, "name_or_path", "model")
-    sections["data"] = _data_section(data, eval_data, settings.get("data"))
     if output_dir is not None:
-        sections["output_dir"] = os.fspath(output_dir)
-    content = _merge(
-        _read_config(config), {k: v for k, v in sections.items() if v not in (None, {})}
-    )
+        sections["output_dir"] = output_dir
+    section = _data_section(data, eval_data)
+    base = _drop_other_sources(_read_config(config), section)
+    content = _to_plain(_merge(base, sections | ({"data": section} if section else {})))
+    # None gives a section or `seed` its default, also if the config file sets it.
+    content = {k: v for k, v in content.items() if v is not None}
     if "output_dir" not in content:
         raise ConfigError("expected output_dir, the folder of the run")
+    _check_data(content)
     arguments = [] if num_processes is None else ["--num_processes", str(num_processes)]
     if accelerate_config is None and (num_processes or 1) > 1:
         accelerate_config = _choose_accelerate_config()
@@ -303,10 +312,11 @@ def _as_section(value: Any, setting: str, section: str) -> dict[str, Any]:
     )
 
 
-def _data_section(data: Any, eval_data: Any, more: Any) -> dict[str, Any]:
+def _data_section(data: Any, eval_data: Any) -> dict[str, Any]:
     """Return the section `data`, with rows in memory stored as files."""
-    section: dict[str, Any] = dict(more or {})
-    if isinstance(data, Mapping) and not hasattr(data, "num_rows"):
+    section: dict[str, Any] = {}
+    # A DatasetDict is a Mapping too.
+    if isinstance(data, Mapping) and not type(data).__module__.startswith("datasets."):
         section |= data
     elif isinstance(data, str) and _is_dataset_id(data):
         section["dataset_name"] = data
@@ -315,9 +325,82 @@ def _data_section(data: Any, eval_data: Any, more: Any) -> dict[str, Any]:
     if eval_data is not None:
         section["eval_files"] = eval_data
     for name in ("train_files", "eval_files"):
-        if name in section:
+        if section.get(name) is not None:
             section[name] = store_rows(section[name], f"data.{name}")
+    for name in ("sources", "eval_sources"):
+        if isinstance(section.get(name), list | tuple):
+            section[name] = [
+                dict(source) | {"files": store_rows(source["files"], f"data.{name}[{i}].files")}
+                if isinstance(source, Mapping) and source.get("files") is not None
+                else source
+                for i, source in enumerate(section[name])
+            ]
     return section
+
+
+def _drop_other_sources(base: dict[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config file without data sources that the call replaces."""
+    data = base.get("data")
+    if not isinstance(data, Mapping):
+        return base
+    names: set[str] = set()
+    if any(section.get(name) is not None for name in _SOURCES):
+        names.update(_SOURCES, _SOURCE_DETAILS)
+    if any(section.get(name) is not None for name in _EVAL_SOURCES):
+        names.update(_EVAL_SOURCES)
+    return base | {"data": {k: v for k, v in data.items() if k not in names}}
+
+
+def _check_data(content: dict[str, Any]) -> None:
+    """Refuse settings that name no data; drop sources that are None.
+
+    The command line trains on built-in data in this case, which a call would not want.
+
+    Raises:
+        ConfigError: no data source is set.
+    """
+    data = content.get("data", {})
+    if isinstance(data, Mapping):
+        if not any(data.get(name) for name in _SOURCES):
+            raise ConfigError(
+                "expected data: a datasets.Dataset, a list of dicts, files, the Hub id of a data "
+                f"set, or a dict with one of {', '.join(_SOURCES)}"
+            )
+        content["data"] = {
+            name: value
+            for name, value in data.items()
+            if value is not None or name not in (*_SOURCES, *_EVAL_SOURCES)
+        }
+
+
+def _to_plain(value: Any, setting: str = "") -> Any:
+    """Copy a setting as values of YAML: paths, dtypes, enums and numpy's numbers are converted.
+
+    Raises:
+        ConfigError: a value has a type that no config file can contain.
+    """
+    if isinstance(value, Enum):
+        return _to_plain(value.value, setting)
+    if isinstance(value, Mapping):
+        prefix = f"{setting}." if setting else ""
+        return {_to_plain(k, setting): _to_plain(v, f"{prefix}{k}") for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(entry, f"{setting}[{i}]") for i, entry in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number of numpy or torch
+        return _to_plain(value.item(), setting)
+    if (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
+        return str(value).removeprefix("torch.")
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None:
+        return None
+    raise ConfigError(
+        f"{setting}: expected text, a number, true or false, a path, or a list or dict of them, "
+        f"got {type(value).__name__}"
+    )
 
 
 def _is_dataset_id(text: str) -> bool:
