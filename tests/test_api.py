@@ -1,7 +1,12 @@
 """The Python API: a run from rows in memory, with real processes, and what can be made of it."""
 
 import json
+import os
+import pydoc
+import signal
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, SchedulerType
 
 import toolkit
 from toolkit import api
+from toolkit.checkpoint import commit
+from toolkit.checkpoint.object_store import RemotePath
 from toolkit.data import cached_rows
 from toolkit.data.cached_rows import store_rows
 from toolkit.errors import ConfigError, LaunchError, ToolkitError
@@ -338,14 +345,160 @@ def test_the_stop_button_saves_a_checkpoint(chat_model: Path, tmp_path: Path, mo
     assert toolkit.SavedRun(tmp_path / "run").checkpoint is not None, printed
 
 
-def test_a_run_stopped_by_a_signal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.sys, "executable", "/bin/false")
+# ---- Fake commands: shell scripts in place of `python -m toolkit`
 
-    class Stopped(api.subprocess.Popen):
-        def wait(self, timeout=None):
-            super().wait(timeout)
-            return 75
 
-    monkeypatch.setattr(api.subprocess, "Popen", Stopped)
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Return a function that makes a shell script the command; its result lists what is printed."""
+
+    def install(script: str) -> list[str]:
+        command, printed = tmp_path / "command", []
+        command.write_text(f"#!/bin/bash\n{script}\n")
+        command.chmod(0o755)
+        monkeypatch.setattr(api.sys, "executable", str(command))
+        monkeypatch.setattr(api, "print", lambda line, **_: printed.append(line), raising=False)
+        return printed
+
+    return install
+
+
+def test_a_run_stopped_by_a_signal_is_an_error(fake) -> None:
+    fake("exit 75")
     with pytest.raises(LaunchError, match="the same call resumes it"):
         api.run_command(["finetune"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_program_reaches_the_command(number: int, fake, monkeypatch) -> None:
+    fake(f"trap 'exit 75' {int(number)}; echo ready; while :; do sleep 0.05; done")
+    monkeypatch.setattr(api, "print", lambda *_, **__: os.kill(os.getpid(), number), raising=False)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(LaunchError):
+            api.run_command(["finetune"])
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_handler_of_the_program_stays(fake) -> None:
+    signals: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: signals.append(number))
+    try:
+        fake("trap '' USR1; kill -USR1 $PPID")
+        api.run_command(["finetune"])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert signals == [signal.SIGUSR1]
+
+
+def test_a_call_from_a_thread_needs_no_handlers(fake) -> None:
+    printed = fake("echo ran")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(api.run_command, ["finetune"]).result()
+    assert printed == ["ran\n"]
+
+
+def test_an_error_of_print_ends_the_command(fake, tmp_path: Path, monkeypatch) -> None:
+    fake(
+        f"trap 'seq 100000; echo saved > {tmp_path}/saved; exit 75' TERM\n"
+        "echo ready; while :; do sleep 0.05; done"
+    )
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("the notebook is gone")
+
+    monkeypatch.setattr(api, "print", fail, raising=False)
+    with pytest.raises(OSError, match="the notebook is gone"):
+        api.run_command(["finetune"])
+    assert (tmp_path / "saved").is_file()
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(0, KeyboardInterrupt), (75, KeyboardInterrupt), (130, KeyboardInterrupt), (1, ToolkitError)],
+)
+def test_an_interrupt_does_not_hide_a_failed_save(code, error, fake, monkeypatch) -> None:
+    fake(f"trap 'echo error: no space; exit {code}' INT; echo ready; while :; do sleep 0.05; done")
+
+    def press_stop(line: str, **_: object) -> None:
+        if line == "ready\n":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "print", press_stop, raising=False)
+    with pytest.raises(error, match="no space" if code == 1 else None):
+        api.run_command(["finetune"])
+
+
+def test_a_descendant_that_keeps_the_output_open_does_not_block(fake, monkeypatch) -> None:
+    monkeypatch.setattr(api, "_DRAIN_SECONDS", 0.3)
+    printed = fake("sleep 8 & echo last")
+    start = time.monotonic()
+    api.run_command(["finetune"])
+    assert time.monotonic() - start < 7
+    assert printed == ["last\n"]
+
+
+def test_a_command_gets_neither_a_launcher_environment_nor_input(fake, monkeypatch) -> None:
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PET_NNODES")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_TOKEN", "stays")
+    printed = fake("env; wc -c")
+    api.run_command(["finetune"])
+    variables = dict(line.rstrip().split("=", 1) for line in printed if "=" in line)
+    assert variables["HF_TOKEN"] == "stays"
+    assert not variables.keys() & set(names)
+    assert printed[-1].strip() == "0"
+
+
+@pytest.mark.parametrize("mark", ["error: ", "toolkit: error: ", "[rank 13] error: "])
+def test_the_error_of_any_rank_is_found(mark: str) -> None:
+    assert api._find_error(["error: first", f"{mark}bad row", "W torch"], 1) == "bad row"
+
+
+# ---- Runs on the disk
+
+
+def write_run(folder: Path, config: str = "{}") -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(config)
+    return folder
+
+
+def test_a_run_stays_valid_in_another_folder(tmp_path: Path, monkeypatch) -> None:
+    write_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    run = toolkit.SavedRun("run")
+    monkeypatch.chdir("/")
+    assert run.config_file.is_file()
+    assert run.checkpoint is None
+
+
+def test_metrics_after_a_kill_lack_the_last_line(tmp_path: Path) -> None:
+    run = toolkit.SavedRun(write_run(tmp_path / "run"))
+    assert run.metrics == []
+    (run.path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
+    assert run.metrics == [{"step": 1, "loss": 2.5}]
+
+
+def test_a_checkpoint_is_found_at_its_root(tmp_path: Path, monkeypatch) -> None:
+    other = tmp_path / "other"
+    config = yaml.safe_dump({"output_dir": "run", "checkpoint": {"root": str(other)}})
+    run = toolkit.SavedRun(write_run(tmp_path / "run", config))
+    url = RemotePath("s3://bucket/checkpoints/step-00000002", "bucket", None)
+    found = {2: url, 1: other / "a"}
+    roots: list = []
+    monkeypatch.setattr(commit, "committed_steps", lambda root: roots.append(root) or found)
+    assert run.checkpoint == "s3://bucket/checkpoints/step-00000002"
+    del found[2]
+    assert run.checkpoint == other / "a"
+    assert roots == [other, other]
+
+
+def test_help_describes_the_function_of_a_kind() -> None:
+    text = pydoc.plain(pydoc.render_doc(toolkit.prefer))
+    assert "\nprefer(*, model:" in text
+    assert "Train, as `toolkit COMMAND` does" in text
+    assert "kind:" not in text.splitlines()[2]
