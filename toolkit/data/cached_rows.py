@@ -1,7 +1,9 @@
-"""Rows in memory as files: Parquet, in a cache whose names are digests of the content."""
+"""Rows in memory as files, in a cache whose names are digests of the content."""
 
+import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ _BLOCK_BYTES = 1 << 20
 
 
 def store_rows(rows: Any, setting: str) -> Any:
-    """Write rows to a Parquet file, and return its path; return paths unchanged.
+    """Write rows to a file, and return its path; return paths unchanged.
 
-    The name of the file is a digest of its content, so the same rows are the same file. A run that
-    resumes, and the command line, find the file in the cache of `datasets`
+    A `datasets.Dataset` becomes a Parquet file. A list of dicts becomes JSON lines, because its
+    rows may have different keys and types. The name of the file is a digest of its content, so a
+    run that resumes, and the command line, find the file in the cache of `datasets`
     (`HF_DATASETS_CACHE/toolkit-rows`). Writing costs one pass over the rows.
 
     Args:
@@ -24,28 +27,29 @@ def store_rows(rows: Any, setting: str) -> Any:
         setting: the setting that the rows are for, for messages.
 
     Returns:
-        The path of the file, or `rows` if they are paths already.
+        The absolute path of the file, or `rows` if they are paths already.
 
     Raises:
-        ConfigError: the rows have another type, or there are none.
+        ConfigError: the rows have another type, there are none, or a row cannot be written.
     """
     if isinstance(rows, str | os.PathLike):
         return os.fspath(rows)
-    if isinstance(rows, list) and rows and all(isinstance(e, str | os.PathLike) for e in rows):
-        return [os.fspath(entry) for entry in rows]
+    if isinstance(rows, list | tuple) and rows:
+        if all(isinstance(entry, str | os.PathLike) for entry in rows):
+            return [os.fspath(entry) for entry in rows]
+        if all(isinstance(row, Mapping) for row in rows):
+            return _write_once(lambda file: _write_json_lines(rows, file, setting), ".jsonl")
     import datasets
 
-    if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
-        rows = datasets.Dataset.from_list([dict(row) for row in rows])
     if isinstance(rows, datasets.DatasetDict):
         raise ConfigError(
             f"{setting}: expected a datasets.Dataset, got a DatasetDict with {', '.join(rows)}; "
             "give one of them, such as data=dataset['train'] and eval_data=dataset['test']"
         )
-    if isinstance(rows, datasets.IterableDataset):
+    if isinstance(rows, datasets.IterableDataset | datasets.IterableDatasetDict):
         raise ConfigError(
-            f"{setting}: expected a datasets.Dataset, got an IterableDataset; name the files or "
-            "the Hub id of its data, and set data.streaming"
+            f"{setting}: expected a datasets.Dataset, got an {type(rows).__name__}; name the files "
+            "or the Hub id of its data, and set data.streaming"
         )
     if not isinstance(rows, datasets.Dataset):
         raise ConfigError(
@@ -54,16 +58,54 @@ def store_rows(rows: Any, setting: str) -> Any:
         )
     if not len(rows):
         raise ConfigError(f"{setting}: the data set has no rows")
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "toolkit-rows"
+    if rows.format["type"] == "custom":
+        # The transform is a function that runs when a row is read, so no file contains its result.
+        raise ConfigError(
+            f"{setting}: expected a datasets.Dataset without a transform, got one of set_transform "
+            "or with_transform; apply it with dataset.map(..., batched=True) instead"
+        )
+    return _write_once(lambda file: rows.to_parquet(str(file)), ".parquet")
+
+
+def _write_once(write: Callable[[Path], object], ending: str) -> str:
+    """Call `write` with a new file, and rename it to a digest of its content.
+
+    Threads, processes and containers may share the folder: each writes a separate file, and files
+    with equal names are equal.
+    """
+    import datasets
+
+    folder = (Path(datasets.config.HF_DATASETS_CACHE) / "toolkit-rows").absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{os.getpid()}.unfinished"
+    descriptor, name = tempfile.mkstemp(dir=folder, suffix=".unfinished")
+    os.close(descriptor)
+    unfinished = Path(name)
     try:
-        rows.to_parquet(str(unfinished))
-        file = folder / f"{_digest_file(unfinished)}.parquet"
+        write(unfinished)
+        unfinished.chmod(0o644)  # mkstemp lets only its user read the file
+        file = folder / f"{_digest_file(unfinished)}{ending}"
         unfinished.replace(file)
     finally:
         unfinished.unlink(missing_ok=True)
     return str(file)
+
+
+def _write_json_lines(rows: Sequence[Mapping], file: Path, setting: str) -> None:
+    """Write rows as JSON lines; keys stay in their order.
+
+    Raises:
+        ConfigError: a row has a value that JSON does not have.
+    """
+    with file.open("wb") as opened:
+        for number, row in enumerate(rows):
+            try:
+                text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
+                opened.write(f"{text}\n".encode())
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"{setting}: row {number} (counted from 0) cannot be written as JSON: {error}; "
+                    "use texts, finite numbers, booleans, None, and lists and dicts of them"
+                ) from None
 
 
 def _digest_file(file: Path) -> str:
