@@ -141,7 +141,7 @@ def check_reference(
     cfg: Any,
     model: PreTrainedModel,
     model_cfg: ModelConfig,
-    device: torch.device | str,
+    device: torch.device | str = "cpu",
     *,
     files_only: bool = False,
 ) -> str:
