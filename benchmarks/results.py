@@ -111,7 +111,7 @@ def run_stages(stages: list[Stage], setup: Setup) -> None:
             print(f"{stage.name:<13}done at commit {record['commit']}, {record['date']}")
             reason = stage.peer_reason and stage.peer_reason(setup)
             if reason and not record["figures"].get("not_measured"):
-                print(f"{stage.name:<13}the peer's figures are kept: now {reason}")
+                print(f"{stage.name:<13}the peer's figures are kept, because {reason}")
             continue
         stale = [
             name

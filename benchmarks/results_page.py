@@ -388,7 +388,7 @@ def reason_not_in_readme(records: Records, keys: Mapping[str, str]) -> str | Non
 
 
 def failed_bar(name: str, figures: Mapping[str, Any]) -> str | None:
-    """Return which bar a stage of README does not meet, or None if it meets all."""
+    """Return the bar that a stage of README fails, in a few words, or None if it meets all."""
     if name == "shakespeare":
         ours, theirs = (figures["sides"][side] for side in ("toolkit", "nanogpt"))
         for run, peer in zip(ours, theirs, strict=True):

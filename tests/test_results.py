@@ -298,7 +298,7 @@ def test_a_record_with_a_peer_is_kept_and_one_without_is_measured_again(
         results.run_stages([first, after], setup)
         assert (read_record(setup, "after") or {})["key"] == results.all_keys(setup)["after"]
     assert calls == ["no peer", None]
-    assert capsys.readouterr().out.count("the peer's figures are kept: now no peer") == 1
+    assert capsys.readouterr().out.count("the peer's figures are kept, because no peer") == 1
     sizes["steps"], reasons["peer"] = 2, "no peer"
     results.run_stages([first, after], setup)
     assert calls == ["no peer", None, "no peer"]
