@@ -14,7 +14,7 @@ import test_reward
 import torch
 import torch.nn.functional as F
 from conftest import save_tiny_model, slow
-from sharded import sharded_of
+from sharded import alone, sharded_of
 from test_preference import OBJECTIVES, answers_of, batch_of, piece_of, reference_of, settings
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,7 @@ from toolkit.checkpoint.saving import steps_to_delete
 from toolkit.config import CheckpointConfig, parse
 from toolkit.config.measures import TOKEN_METRICS, is_greater_better, preference_metrics
 from toolkit.config.preference import PreferConfig, PreferenceConfig
-from toolkit.config.settings import FinetuneModelConfig, FinetuneTrainConfig
+from toolkit.config.settings import FinetuneDataConfig, FinetuneModelConfig, FinetuneTrainConfig
 from toolkit.data.prepare import _check_evaluations
 from toolkit.data.row_formats import ANSWERS
 from toolkit.data.samples.batch import Batch
@@ -34,6 +34,7 @@ from toolkit.errors import ConfigError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
+from toolkit.objectives import preference as objectives
 from toolkit.planning.simulation import simulate
 from toolkit.training import loss_kernel, preference
 from toolkit.training.early_stopping import build_early_stopping
@@ -203,6 +204,31 @@ def test_the_base_does_not_replace_another_reference(
         return
     with pytest.raises(TrainingError, match=f"with {setting}, the base model is not the reference"):
         loss(nn.Identity(), bare_batch(4))
+
+
+@pytest.mark.parametrize(
+    ("packing", "world", "max_pairs", "warns"),
+    [("none", 1, 1, True), ("none", 2, 1, False), ("bfd", 1, 16, False)],
+)
+def test_sorted_losses_read_the_packing_that_was_decided(
+    packing: str, world: int, max_pairs: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = PreferConfig(
+        model=FinetuneModelConfig(name_or_path="model"),
+        data=FinetuneDataConfig(packing="auto", sequence_length=64),
+        train=FinetuneTrainConfig(per_device_train_batch_size=1),
+        preference=PreferenceConfig(loss_type="aot"),
+    )
+    data: Any = SimpleNamespace(feed=SimpleNamespace(shape=SimpleNamespace(packing=packing)))
+    reference = SimpleNamespace(data=data, complete=lambda _: "reference", files={})
+    monkeypatch.setattr(objectives, "Reference", lambda *_: reference)
+    lines: list[str] = []
+    monkeypatch.setattr(objectives.ranks, "log_once", lambda *given: lines.extend(given))
+    objective = objectives.PreferenceTuning(cfg, alone(View(0, world)))
+    objective.restore(nn.Identity(), data, None, None)
+    assert objective.prepare(sharded_of(nn.Identity())) == "reference"
+    assert objective.loss.max_pairs == max_pairs
+    assert any("which has one pair here" in line for line in lines) == warns
 
 
 def test_orpo_of_answers_that_are_certain_is_finite(given_logps: Any) -> None:

@@ -170,7 +170,7 @@ class Reference:
         """
         name = self.cfg.preference.reference
         if name is not None:
-            sharded = load_reference(self.cfg, sharded.mesh)
+            sharded = load_reference(self.cfg, sharded.mesh, self.data.feed.shape.packing)
         lines = self._load_parts(sharded)
         if not self.is_complete:
             lines.append(self._evaluate_missing(sharded))

@@ -37,8 +37,9 @@ from toolkit.checkpoint.adapter_source import (
 from toolkit.config.lora import LoraConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import ModelConfig
+from toolkit.data.samples.sample_shape import Packing
 from toolkit.data.tokens.tokenizer import find_model_tokenizer, load_tokenizer
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import ConfigError, ModelError, ToolkitError
 from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, local_folder, read_tensor
 from toolkit.formats.hub_access import hub_unreachable_reason
 from toolkit.loading import load_or_init
@@ -312,22 +313,36 @@ def reference_digest(cfg: PreferConfig, run_base: str) -> str:
 def shard_reference(cfg: PreferConfig, mesh: Mesh) -> Sharded:
     """Build the model in `preference.reference` on meta, and shard it over the ranks. Collective.
 
-    Its parameters have no values yet, and are gathered for one forward at a time.
+    Its parameters have no values yet, and are gathered for one forward at a time. If `data.packing`
+    is `auto`, the model is prepared for packed rows.
 
     Raises:
-        ConfigError: there is no such model or adapter.
+        ConfigError: there is no such model or adapter, or its attention cannot separate the
+            documents of packed rows.
     """
-    return _shard(cfg, mesh, *ranks.on_main(lambda: reference_settings(cfg)))
+    settings, lora = ranks.on_main(lambda: reference_settings(cfg))
+    return _shard(cfg, mesh, settings, lora, is_packed=cfg.data.packing != "none")
 
 
 def _shard(
-    cfg: PreferConfig, mesh: Mesh, settings: ModelConfig, lora: LoraConfig | None
+    cfg: PreferConfig,
+    mesh: Mesh,
+    settings: ModelConfig,
+    lora: LoraConfig | None,
+    *,
+    is_packed: bool,
 ) -> Sharded:
     """Build a model on meta, with an adapter if `lora` is given, and shard it. Collective."""
     model: Any = build_on_meta(settings)
-    if cfg.data.packing != "none":
+    if is_packed:
         # Batches of packed rows tell documents apart by their borders, without a mask.
-        attend_within_documents(model)
+        try:
+            attend_within_documents(model)
+        except ModelError as error:
+            raise ConfigError(
+                f"preference.reference {cfg.preference.reference}: rows are packed, and {error}, "
+                "which cannot separate the documents of a row; set data.packing: none"
+            ) from error
     model = prepare_adapters(model, lora, cfg.sharding.param_dtype)
     if lora is None:
         # New adapters get their first values as trained parameters; `load_reference` freezes them.
@@ -335,16 +350,21 @@ def _shard(
     return apply_fsdp(model.eval(), mesh, frozen_sharding(cfg.sharding))
 
 
-def load_reference(cfg: PreferConfig, mesh: Mesh) -> Sharded:
+def load_reference(cfg: PreferConfig, mesh: Mesh, packing: Packing) -> Sharded:
     """Build, shard and load the model or adapter in `preference.reference`. Collective.
 
     Costs the memory of a second model, sharded, until it is deleted.
 
+    Args:
+        cfg: settings of the run.
+        mesh: the ranks of the run.
+        packing: `data.packing`, with `auto` decided.
+
     Raises:
-        ToolkitError: the model or adapter cannot be loaded.
+        ToolkitError: the model or adapter cannot be loaded, or cannot evaluate packed rows.
     """
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
-    sharded = _shard(cfg, mesh, settings, lora)
+    sharded = _shard(cfg, mesh, settings, lora, is_packed=packing != "none")
     load_or_init(sharded, settings, torch.device(mesh.device_type), cfg.seed)
     if lora is not None:
         _load_adapter(sharded.model, lora)
