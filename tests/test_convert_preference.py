@@ -8,6 +8,10 @@ from toolkit.cli import main
 from toolkit.config import PreferConfig, load
 from toolkit.config.other_tools import settings_named
 from toolkit.convert.converter import convert_config, convert_settings
+from toolkit.convert.ms_swift import translate_ms_swift
+from toolkit.convert.openrlhf import translate_openrlhf
+from toolkit.convert.tables_of_tools import reason_not_converted
+from toolkit.convert.torchtune import translate_torchtune
 from toolkit.errors import ConfigError
 
 FOREIGN = ROOT / "tests/foreign_configs"
@@ -220,6 +224,33 @@ def test_what_means_something_else_is_named(given, named) -> None:
     assert any(named in note for note in notes), notes
     without = convert_settings(MODEL | {"loss_type": "ipo", "max_length": 9}, "trl-dpo").notes
     assert not any(named in note for note in without if "max_length" not in note)  # the control
+
+
+@pytest.mark.parametrize(
+    ("given", "is_noted"),
+    [
+        ({"rlhf_type": "dpo", "loss_weights": [1, 0.2]}, True),
+        ({"rlhf_type": "simpo", "loss_type": "simpo", "loss_weights": [1, 0.2]}, True),
+        ({"rlhf_type": "rm", "loss_weights": [1, 0.2]}, True),
+        ({"rlhf_type": "dpo", "loss_type": ["sigmoid", "sft"], "loss_weights": [1, 0.2]}, False),
+        ({"rlhf_type": "dpo"}, False),
+    ],
+)
+def test_weights_that_ms_swift_gives_without_losses_are_named(given, is_noted) -> None:
+    out = translate_ms_swift({"model": "m"} | given, "rlhf")
+    assert any(note.startswith("loss_weights [1, 0.2]: not") for note in out.notes) == is_noted
+    is_kept = "loss_weights" in out.settings
+    assert is_kept == ("loss_weights" in given and not is_noted)
+
+
+def test_reasons_do_not_deny_what_is_supported() -> None:
+    assert "discopop" in reason_not_converted("discopop_tau")
+    assert "not supported" in reason_not_converted("f_alpha_divergence_coef")
+    for option in ("ref_pretrain", "ref.model_name_or_path"):
+        with pytest.raises(ConfigError, match=r"set preference\.reference to it"):
+            translate_openrlhf({"pretrain": "m", option: "other"}, "dpo")
+    with pytest.raises(ConfigError, match=r"set preference\.reference to its model"):
+        translate_torchtune({"ref_checkpointer": {"checkpoint_dir": "other"}})
 
 
 def test_a_limit_that_is_none_is_not_replaced() -> None:

@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -20,12 +21,14 @@ from toolkit.checkpoint.reference_file import FILE, decode
 from toolkit.config import parse
 from toolkit.config.preference import PreferConfig, PreferenceConfig
 from toolkit.config.published import select_publishable_settings
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import ADAPTER_WEIGHTS
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.models import build_on_meta
+from toolkit.objectives import reference as objectives_reference
 from toolkit.objectives import reference_model
-from toolkit.objectives.reference_model import check_reference
+from toolkit.objectives.reference import Reference
+from toolkit.objectives.reference_model import check_reference, load_reference
 from toolkit.planning.simulation import REFERENCE_PASS, simulate
 from toolkit.rehearsal.settings import settings_for_cpu
 from toolkit.start_checks import RunStart, check_adapter
@@ -284,6 +287,30 @@ def test_rules_of_trained_adapters_do_not_apply_to_a_reference(
     model = build_on_meta(cfg.model)
     line = check_reference(cfg, model, cfg.model, files_only=files_only)
     assert "its base is this one" in line
+
+
+def test_a_reference_is_prepared_for_the_packing_that_was_decided(
+    here: Path, monkeypatch: Any
+) -> None:
+    def refuse(_: Any) -> None:
+        raise ModelError("its attention is eager")
+
+    monkeypatch.setattr(reference_model, "attend_within_documents", refuse)
+    cfg = prefer_config(here / "model", here / "other", "--data.packing", "auto")
+    mesh: Any = SimpleNamespace(device_type="cpu")
+    monkeypatch.setattr(reference_model, "apply_fsdp", lambda model, *_: SimpleNamespace())
+    monkeypatch.setattr(reference_model, "load_or_init", lambda *_: None)
+    load_reference(cfg, mesh, "none")
+    message = r"preference\.reference .*: rows are packed, and its attention is eager, which cannot"
+    with pytest.raises(ConfigError, match=message):
+        load_reference(cfg, mesh, "bfd")
+    # A run gives the decision.
+    seen = []
+    reference: Any = SimpleNamespace(cfg=cfg, is_complete=True, _load_parts=lambda _: [])
+    reference.data = SimpleNamespace(feed=SimpleNamespace(shape=SimpleNamespace(packing="none")))
+    monkeypatch.setattr(objectives_reference, "load_reference", lambda *given: seen.append(given))
+    Reference._compute(reference, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
+    assert seen == [(cfg, mesh, "none")]
 
 
 @pytest.mark.parametrize("files_only", [False, True])

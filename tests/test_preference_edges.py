@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +14,10 @@ import test_reward
 import torch
 import torch.nn.functional as F
 from conftest import save_tiny_model, slow
-from sharded import sharded_of
+from sharded import alone, sharded_of
 from test_preference import OBJECTIVES, answers_of, batch_of, piece_of, reference_of, settings
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from trl_figures import models, pairs, reward_model
@@ -25,7 +26,7 @@ from toolkit.checkpoint.saving import steps_to_delete
 from toolkit.config import CheckpointConfig, parse
 from toolkit.config.measures import TOKEN_METRICS, is_greater_better, preference_metrics
 from toolkit.config.preference import PreferConfig, PreferenceConfig
-from toolkit.config.settings import FinetuneModelConfig, FinetuneTrainConfig
+from toolkit.config.settings import FinetuneDataConfig, FinetuneModelConfig, FinetuneTrainConfig
 from toolkit.data.prepare import _check_evaluations
 from toolkit.data.row_formats import ANSWERS
 from toolkit.data.samples.batch import Batch
@@ -34,11 +35,12 @@ from toolkit.errors import ConfigError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
+from toolkit.objectives import preference as objectives
 from toolkit.planning.simulation import simulate
 from toolkit.training import loss_kernel, preference
 from toolkit.training.early_stopping import build_early_stopping
 from toolkit.training.metrics import Metrics, evaluate_metrics
-from toolkit.training.pair_losses import log_odds
+from toolkit.training.pair_losses import _sorted_loss, log_odds
 from toolkit.training.preference import PreferenceLoss, sequence_logps
 from toolkit.training.step import StepStats, Update
 
@@ -203,6 +205,100 @@ def test_the_base_does_not_replace_another_reference(
         return
     with pytest.raises(TrainingError, match=f"with {setting}, the base model is not the reference"):
         loss(nn.Identity(), bare_batch(4))
+
+
+@pytest.mark.parametrize(
+    ("packing", "world", "max_pairs", "warns"),
+    [("none", 1, 1, True), ("none", 2, 1, False), ("bfd", 1, 16, False)],
+)
+def test_sorted_losses_read_the_packing_that_was_decided(
+    packing: str, world: int, max_pairs: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = PreferConfig(
+        model=FinetuneModelConfig(name_or_path="model"),
+        data=FinetuneDataConfig(packing="auto", sequence_length=64),
+        train=FinetuneTrainConfig(per_device_train_batch_size=1),
+        preference=PreferenceConfig(loss_type="aot"),
+    )
+    data: Any = SimpleNamespace(feed=SimpleNamespace(shape=SimpleNamespace(packing=packing)))
+    reference = SimpleNamespace(data=data, complete=lambda _: "reference", files={})
+    monkeypatch.setattr(objectives, "Reference", lambda *_: reference)
+    lines: list[str] = []
+    monkeypatch.setattr(objectives.ranks, "log_once", lambda *given: lines.extend(given))
+    objective = objectives.PreferenceTuning(cfg, alone(View(0, world)))
+    objective.restore(nn.Identity(), data, None, None)
+    assert objective.prepare(sharded_of(nn.Identity())) == "reference"
+    assert objective.loss.max_pairs == max_pairs
+    assert any("which has one pair here" in line for line in lines) == warns
+
+
+@dataclass(frozen=True)
+class OneOfTwo:
+    """A view of one of two ranks whose all-reduce adds the numbers of the other one."""
+
+    rank: int
+    others: torch.Tensor  # both numbers of each pair, [2, pairs]
+    size: int = 2
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        places = tensor[:, 1 - self.rank, : self.others.shape[1]]
+        places += F.pad(self.others, (0, 0, 0, 1), value=1.0)
+        return tensor
+
+
+def sorted_share(
+    rank: int, numbers: list[torch.Tensor], cfg: PreferenceConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the share of one of two ranks of a loss that sorts, and its gradient."""
+    local = numbers[rank].clone().requires_grad_()
+    among: Any = OneOfTwo(rank, numbers[1 - rank])
+    pairs: Any = SimpleNamespace(among=among, max_pairs=4)
+    share = _sorted_loss(cfg, local[0], local[1], pairs)
+    return share, torch.autograd.grad(share, local)[0]
+
+
+def test_a_pair_that_is_not_finite_is_the_fault_of_its_rank() -> None:
+    cfg = PreferenceConfig(loss_type="aot_unpaired", beta=1.0)
+    numbers = [
+        torch.tensor([[1.0, -2.0, 0.5], [0.3, 2.0, -1.0]], dtype=torch.float64),
+        torch.tensor([[4.0, -3.0], [1.0, 0.0]], dtype=torch.float64),
+    ]
+    together = torch.cat(numbers, 1).requires_grad_()
+    expected = exact_losses(cfg, together.T, torch.zeros_like(together.T)).sum()
+    shares, gradients = zip(*(sorted_share(rank, numbers, cfg) for rank in (0, 1)), strict=True)
+    assert float(sum(shares)) == pytest.approx(float(expected), rel=1e-12)
+    torch.testing.assert_close(
+        torch.cat(gradients, 1), torch.autograd.grad(expected, together)[0], rtol=1e-12, atol=0
+    )
+    for row, value in ((0, math.nan), (1, math.nan), (0, -math.inf), (0, math.inf)):
+        broken = [numbers[0], numbers[1].clone()]
+        broken[1][row, 0] = value
+        assert sorted_share(0, broken, cfg)[0].isfinite()
+        assert not sorted_share(1, broken, cfg)[0].isfinite()
+
+
+class SortCalls(TorchFunctionMode):
+    """Record whether each sort is stable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stable: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.sort:
+            self.stable.append((kwargs or {}).get("stable", False))
+        return func(*args, **(kwargs or {}))
+
+
+def test_equal_numbers_keep_the_order_of_pairs() -> None:
+    """On CPUs every sort does."""
+    cfg = PreferenceConfig(loss_type="aot_unpaired")
+    numbers = [torch.zeros(2, 3, dtype=torch.float64)] * 2
+    with SortCalls() as calls:
+        sorted_share(0, numbers, cfg)
+        alone_pairs: Any = SimpleNamespace(among=View(0, 1))
+        _sorted_loss(cfg, *numbers[0], alone_pairs)
+    assert calls.stable == [True] * 4
 
 
 def test_orpo_of_answers_that_are_certain_is_finite(given_logps: Any) -> None:

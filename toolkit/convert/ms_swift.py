@@ -131,6 +131,8 @@ def _translate_loss(keys: Keys, kind: str) -> dict[str, Any]:
     beta, loss = keys.take("beta")[1], keys.take("loss_type")[1]
     weights = keys.take("loss_weights")[1]
     alpha, gamma = keys.take("cpo_alpha")[1], keys.take("simpo_gamma")[1]
+    if weights and (not loss or kind in ("rm", "simpo", "cpo")):
+        keys.note("loss_weights", "not converted, because it weighs a list in loss_type", weights)
     if kind == "rm":
         return {"reward_model": True}
     out: dict[str, Any] = {"beta": _BETA.get(kind, 0.1) if beta is None else beta}

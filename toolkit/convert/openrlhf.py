@@ -50,8 +50,8 @@ _RENAMED = {
 _REFUSED = {
     "model.ipo_enable": "its IPO takes sums over tokens, preference.loss_type ipo takes means",
     "ipo": "its IPO takes sums over tokens, preference.loss_type ipo takes means",
-    "ref.model_name_or_path": "the reference is the model that training begins with",
-    "ref_pretrain": "the reference is the model that training begins with",
+    "ref.model_name_or_path": "set preference.reference to it, if it is a model or a PEFT adapter",
+    "ref_pretrain": "set preference.reference to it, if it is a model or a PEFT adapter",
     "model.margin_loss_enable": "the margin of its rows is another column; rename it to `margin`",
     "margin_loss": "the margin of its rows is another column; rename it to `margin`",
 }

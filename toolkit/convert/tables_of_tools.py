@@ -85,7 +85,8 @@ NOT_CONVERTED = {
         dpo_generate_during_eval""",
     "decided by the tokenizer and the model": """label_pad_token_id padding_value
         is_encoder_decoder pad_to_multiple_of""",
-    "belongs to losses that are not supported": "discopop_tau f_alpha_divergence_coef",
+    "belongs to losses that are not supported": "f_alpha_divergence_coef",
+    "belongs to the preference loss discopop": "discopop_tau",
     "samples are shuffled again each epoch": "train_sampling_strategy",
     "use `toolkit train` for pretraining": "pretraining_dataset pretrain_multipack_attn",
     "not needed": "env report_url",

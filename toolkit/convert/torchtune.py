@@ -44,7 +44,7 @@ _REFUSED = {
     "teacher_model": "a student that learns from a teacher",
     "kd_ratio": "a student that learns from a teacher",
     "quantizer": "training of a model whose quantisation is simulated",
-    "ref_checkpointer": "the reference is the model that training begins with",
+    "ref_checkpointer": "set preference.reference to its model, if it is another one",
 }
 _WITHOUT_EFFECT = {
     *("device", "shuffle", "log_level", "log_peak_memory_stats", "profiler", "low_cpu_ram"),

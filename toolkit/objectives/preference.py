@@ -1,5 +1,6 @@
 """The objectives of preference tuning: their loss, their metrics and the reference they need."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from toolkit.config.measures import preference_metrics
 from toolkit.config.preference import PreferConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.data.samples.batch import Batch
+from toolkit.data.samples.sample_shape import Packing
 from toolkit.mesh import Mesh, View
 from toolkit.objectives.frozen_models import check_packed_rows
 from toolkit.objectives.objective import Objective, register
@@ -43,7 +45,8 @@ class PreferenceTuning(Objective):
             cfg.preference,
             among,
             device_type,
-            largest_pair_count(cfg),
+            # `restore` replaces this number: `auto` is decided when the rows are known.
+            largest_pair_count(cfg, "bfd" if cfg.data.packing == "auto" else cfg.data.packing),
             continues_adapter=cfg.lora.from_ is not None,
         )
         self.metrics = preference_metrics(cfg.preference.loss_type)
@@ -79,6 +82,8 @@ class PreferenceTuning(Objective):
                 another base model or other settings.
         """
         self._reference = Reference(self.cfg, model, data, root, saved)
+        max_pairs = largest_pair_count(self.cfg, data.feed.shape.packing)
+        self.loss = replace(self.loss, max_pairs=max_pairs)
 
     def prepare(self, sharded: Sharded) -> str:
         """Compute missing reference values, and attach the values to the rows. Collective.
@@ -97,16 +102,20 @@ class PreferenceTuning(Objective):
         line = self._reference.complete(sharded)
         self.files = self._reference.files
         if SORTED_LOSSES & {*self.cfg.preference.loss_types}:
-            ranks.log_once(*self._warn_of_short_lists())
+            packing = self._reference.data.feed.shape.packing
+            ranks.log_once(*self._warn_of_short_lists(packing))
         return line
 
-    def _warn_of_short_lists(self) -> list[str]:
+    def _warn_of_short_lists(self, packing: Packing) -> list[str]:
         """Return a warning if the ranks together have one pair per micro-batch; otherwise [].
 
         A loss that sorts pairs has no effect on one pair; the caller checks that such a loss is
         configured. With packing, the list is always empty.
+
+        Args:
+            packing: `data.packing`, with `auto` decided.
         """
-        if self.cfg.data.packing != "none" or self.cfg.train.micro_batch * self.loss.among.size > 1:
+        if packing != "none" or self.cfg.train.micro_batch * self.loss.among.size > 1:
             return []
         names = ", ".join(sorted(SORTED_LOSSES & {*self.cfg.preference.loss_types}))
         return [
@@ -128,9 +137,14 @@ class PreferenceTuning(Objective):
         return self.loss(model, batch)
 
 
-def largest_pair_count(cfg: PreferConfig) -> int:
-    """Compute an upper limit of the number of pairs in a micro-batch, the same on every rank."""
+def largest_pair_count(cfg: PreferConfig, packing: Packing) -> int:
+    """Compute an upper limit of the number of pairs in a micro-batch, the same on every rank.
+
+    Args:
+        cfg: settings of the run.
+        packing: `data.packing`, with `auto` decided.
+    """
     train = cfg.train
     rows = max(train.micro_batch, train.per_device_eval_batch_size or 0)
     # Each side of a pair has two tokens at least, since the first token of a row has no target.
-    return rows if cfg.data.packing == "none" else rows * max(1, cfg.data.sequence_length // 4)
+    return rows if packing == "none" else rows * max(1, cfg.data.sequence_length // 4)

@@ -19,8 +19,8 @@ the values of the checkpoint.
 
 [Note: another reference] With `preference.reference`, a second model evaluates the answers
 (`toolkit.objectives.reference_model`). Its digests take the place of those of the model that
-training starts from. It is loaded only if values are missing, also by a resumed run, and deleted
-after the pass.
+training starts from. A start without a checkpoint loads it, and a resumed run only if values are
+missing. It is deleted after the pass.
 """
 
 import gc

@@ -37,8 +37,9 @@ from toolkit.checkpoint.adapter_source import (
 from toolkit.config.lora import LoraConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import ModelConfig
+from toolkit.data.samples.sample_shape import Packing
 from toolkit.data.tokens.tokenizer import find_model_tokenizer, load_tokenizer
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import ConfigError, ModelError, ToolkitError
 from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, local_folder, read_tensor
 from toolkit.formats.hub_access import hub_unreachable_reason
 from toolkit.loading import load_or_init
@@ -310,10 +311,12 @@ def reference_digest(cfg: PreferConfig, run_base: str) -> str:
 def shard_reference(cfg: PreferConfig, mesh: Mesh) -> Sharded:
     """Build the model in `preference.reference` on meta, and shard it over the ranks. Collective.
 
-    Its parameters have no values yet, and are gathered for one forward at a time.
+    Its parameters have no values yet, and are gathered for one forward at a time. If `data.packing`
+    is `auto`, the model is prepared for packed rows.
 
     Raises:
-        ConfigError: there is no such model or adapter.
+        ConfigError: there is no such model or adapter, or its attention cannot separate the
+            documents of packed rows.
     """
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
     return _shard(cfg, mesh, settings, lora, has_borders=cfg.data.packing != "none")
@@ -333,7 +336,13 @@ def _shard(
     """
     model: Any = build_on_meta(settings)
     if has_borders:
-        attend_within_documents(model)
+        try:
+            attend_within_documents(model)
+        except ModelError as error:
+            raise ConfigError(
+                f"preference.reference {cfg.preference.reference}: rows are packed, and {error}, "
+                "which cannot separate the documents of a row; set data.packing: none"
+            ) from error
     model = prepare_adapters(model, lora, cfg.sharding.param_dtype)
     if lora is None:
         # New adapters get their first values as trained parameters; `load_reference` freezes them.
@@ -352,7 +361,7 @@ def load_reference(cfg: PreferConfig, mesh: Mesh, *, has_borders: bool) -> Shard
         has_borders: whether batches have the borders of documents instead of a mask.
 
     Raises:
-        ToolkitError: the model or adapter cannot be loaded.
+        ToolkitError: the model or adapter cannot be loaded, or cannot evaluate packed rows.
     """
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
     sharded = _shard(cfg, mesh, settings, lora, has_borders=has_borders)

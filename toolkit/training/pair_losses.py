@@ -42,6 +42,7 @@ rank's own pairs only, and reports the terms whose first number is its own.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -253,21 +254,43 @@ def _sorted_loss(
 
     Returns:
         This rank's share of the sum over the pairs of all ranks, 0-d. Its gradient is that of the
-        complete sum with respect to `first` and `second` of this rank.
+        complete sum with respect to `first` and `second` of this rank. It is NaN if a number of
+        this rank is not finite, and finite on the other ranks, so that the error names the rank.
     """
+    # Equal numbers keep the order of the pairs, because their gradients may differ.
     if pairs.among.size == 1:
-        difference = first.sort().values - second.sort().values
+        difference = first.sort(stable=True).values - second.sort(stable=True).values
         return _smoothed_sigmoid_loss(cfg, cfg.beta * difference).sum()
+    is_finite_here = torch.stack([first, second]).isfinite().all()
     first, second, count = _gather_pairs(first, second, pairs)
     # Unused places hold infinity and are last, in both lists equally many.
-    ordered, places = first.sort()
+    ordered, places = first.sort(stable=True)
     used = torch.arange(len(first), device=first.device) < count
-    difference = torch.where(used, ordered, 0.0) - torch.where(used, second.sort().values, 0.0)
+    other = second.sort(stable=True).values
+    difference = torch.where(used, ordered, 0.0) - torch.where(used, other, 0.0)
     terms = torch.where(used, _smoothed_sigmoid_loss(cfg, cfg.beta * difference), 0.0)
     is_local = places // pairs.max_pairs == pairs.among.rank
-    local = torch.where(is_local, terms.detach(), 0.0).sum()
-    total = terms.sum()
-    return local + total - total.detach()
+    # Only numbers of other ranks can make a term of finite local numbers infinite or NaN.
+    finite_terms = torch.where(is_local & terms.isfinite(), terms.detach(), 0.0)
+    local = torch.where(is_finite_here, finite_terms.sum(), math.nan)
+    return _LocalValue.apply(terms.sum(), local)
+
+
+class _LocalValue(torch.autograd.Function):
+    """Give a rank's share as the value, and pass the gradient on to the sum over all ranks.
+
+    The usual `local + total - total.detach()` is NaN on every rank if one term is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `local`."""
+        return local.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of the value as that of `total`."""
+        return grads[0], None
 
 
 def _gather_pairs(
