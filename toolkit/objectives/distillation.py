@@ -79,6 +79,13 @@ class Distillation(Objective):
         models = (model_settings(self.cfg), self.models[TEACHER])
         return min(vocabulary_size(build_on_meta(cfg)) for cfg in models)
 
+    def shard_models(self) -> None:
+        """Build and shard the teacher on meta; see `Objective.shard_models`."""
+        super().shard_models()
+        if self.cfg.distill.stored:
+            # Models are read here, because the forward of a plan has fake tensors.
+            _ = self._stored_width
+
     def restore(self, model: nn.Module, data: TrainingData, root: Any, saved: Any) -> None:
         """Read the stored values of the teacher from a checkpoint, if `distill.stored`. Collective.
 
@@ -87,7 +94,8 @@ class Distillation(Objective):
                 or other settings.
         """
         if self.cfg.distill.stored:
-            self._values = TeacherValues(self.cfg, data, root, saved)
+            width = ranks.on_all(lambda: self._stored_width)
+            self._values = TeacherValues(self.cfg, width, data, root, saved)
 
     def prepare(self, sharded: Sharded) -> str:
         """Load the teacher; or, if `distill.stored`, complete its values and free it. Collective.
@@ -106,7 +114,7 @@ class Distillation(Objective):
         if not self._values.is_complete:
             ranks.log_once(super().prepare(sharded))
             frozen = self.frozen.pop(TEACHER)
-            lines.append(self._values.complete(frozen, self.divergence, self._stored_width))
+            lines.append(self._values.complete(frozen, self.divergence))
             del frozen
             gc.collect()  # modules hold each other in cycles
         self._values.attach()
