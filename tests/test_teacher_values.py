@@ -98,8 +98,8 @@ def test_only_supervised_positions_have_values_and_count_on_the_disk(
             assert ids.dtype == np.int32
             np.testing.assert_array_equal(ids[positions], values[:, :k])
             np.testing.assert_array_equal(logps[positions], values[:, k:])
-            others = np.setdiff1d(np.arange(len(ids)), positions)
-            assert not ids[others].any()
+            unsupervised = np.setdiff1d(np.arange(len(ids)), positions)
+            assert not ids[unsupervised].any()
 
 
 def test_what_the_values_depend_on(folder: Path) -> None:
@@ -120,9 +120,9 @@ def test_what_the_values_depend_on(folder: Path) -> None:
 def test_a_part_is_bounded_in_memory() -> None:
     for top_k, positions in ((1, 64), (32, 4096), (64, 8 * 4 * 4096), (64, 64 * 8 * 32768)):
         count = count_rounds_in_memory(top_k, positions)
-        taken = 8 * (2 * top_k + 2) * positions
-        assert count * taken <= 2**28 or count == 1
-        assert (count + 1) * taken > 2**28
+        round_bytes = 8 * (2 * top_k + 2) * positions
+        assert count * round_bytes <= 2**28 or count == 1
+        assert (count + 1) * round_bytes > 2**28
 
 
 def test_a_plan_reads_no_model_in_its_forward(folder: Path) -> None:

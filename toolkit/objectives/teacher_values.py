@@ -161,11 +161,11 @@ class TeacherValues:
             self.files = {FILE: StateFile.of(encode(self._origin, self._all_values()))}
         for table in self._tables:
             name, k = table.name, self._k
-            values, known = self._values[name], self._known[name]
+            values, has_value = self._values[name], self._known[name]
             # A micro-batch that reads a missing value must fail.
-            values[self._predicting[name] & ~known, -1] = np.nan
-            ids = np.zeros((len(known), k), np.int32)
-            ids[known] = values[known, :k]
+            values[self._predicting[name] & ~has_value, -1] = np.nan
+            ids = np.zeros((len(has_value), k), np.int32)
+            ids[has_value] = values[has_value, :k]
             for samples in table.samples:
                 rows = samples.pieces.rows
                 rows.fill_column("teacher_ids", ids)
