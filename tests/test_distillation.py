@@ -229,6 +229,7 @@ def test_settings_without_effect_are_refused() -> None:
         ("train.label_smoothing_factor", "0.1"),
         ("teacher.kernels", "liger"),
         ("teacher.resize_embeddings", "64"),
+        ("teacher.init", "random"),
     ):
         with pytest.raises(ConfigError, match=re.escape(name)):
             parse(DistillConfig, [*flags, f"--{name}", value])

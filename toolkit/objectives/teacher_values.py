@@ -386,12 +386,10 @@ def _describe_origin(
     teacher = cfg.frozen_models["teacher"]
     model = build_on_meta(replace(teacher, dtype=teacher.dtype or "auto"))
     assets, shape = assets_of(model), data.feed.shape
-    digest = f"random, seed {cfg.seed}"
-    if teacher.init != "random" and assets.folder is not None:
-        digest = base_digest(assets.folder, assets.name_or_path, assets.revision)
+    assert assets.folder is not None
     return {
         "rows": {table.name: table.digest() for table in tables},
-        "teacher": digest,
+        "teacher": base_digest(assets.folder, assets.name_or_path, assets.revision),
         "storage dtype": str(model.dtype).removeprefix("torch."),
         "attention": str(model.config._attn_implementation),
         "number of tokens": width,
