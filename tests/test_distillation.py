@@ -3,21 +3,23 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks, run_toolkit
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit import cli
 from toolkit.config import DistillConfig, load, parse
 from toolkit.data.samples.batch import IGNORED, Batch
-from toolkit.errors import ConfigError, ModelError
+from toolkit.errors import CheckpointError, ConfigError, ModelError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.objectives import Distillation, build
 from toolkit.objectives.distillation import compare_vocabularies
@@ -229,6 +231,7 @@ def test_settings_without_effect_are_refused() -> None:
         ("train.label_smoothing_factor", "0.1"),
         ("teacher.kernels", "liger"),
         ("teacher.resize_embeddings", "64"),
+        ("teacher.init", "random"),
     ):
         with pytest.raises(ConfigError, match=re.escape(name)):
             parse(DistillConfig, [*flags, f"--{name}", value])
@@ -364,6 +367,28 @@ def test_plan_rehearsal_report_and_export_know_the_teacher(
     assert "distill, teacher teacher, divergence forward_kl, temperature 2.0, kl_weight 0.8" in page
     assert "Agreement with the teacher" in page
     assert "settings that this version does not know" not in page
+
+
+def test_a_live_teacher_with_other_weights_is_refused_on_resume(
+    folder: Path, tmp_path: Path
+) -> None:
+    cfg = load(DistillConfig, "run.yaml")
+    begun, nothing = build(cfg), cast(Any, None)
+    begun.restore(nothing, nothing, nothing, None)
+    for name, file in begun.files.items():
+        (tmp_path / name).write_bytes(file.content)
+    resumed = build(cfg)
+    resumed.restore(nothing, nothing, nothing, tmp_path)
+    assert resumed.files == begun.files
+    # Another folder with the same name, in which one value differs.
+    teacher = Path("teacher").resolve()
+    Path("teacher").unlink()
+    shutil.copytree(teacher, "teacher")
+    tensors = load_file("teacher/model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, "teacher/model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="expected the teacher that the run began with"):
+        build(cfg).restore(nothing, nothing, nothing, tmp_path)
 
 
 def test_a_file_without_a_teacher_is_fine_tuning(folder: Path) -> None:

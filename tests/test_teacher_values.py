@@ -1,7 +1,10 @@
 """Stored values of a teacher: equal to the live teacher, resumable, checked like a checkpoint."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -11,7 +14,22 @@ from transformers import AutoModelForCausalLM
 
 from toolkit import cli
 from toolkit.checkpoint.reference_file import FILE, PARTS
+from toolkit.config import DistillConfig, load
+from toolkit.config.settings import model_settings
+from toolkit.data.prepare import prepare_data
+from toolkit.data.tokens.tokenizer import use_model_tokenizer
 from toolkit.formats.metrics_file import read_metrics
+from toolkit.mesh import View, init_mesh
+from toolkit.models import build_on_meta
+from toolkit.objectives import build, teacher_values
+from toolkit.objectives.reference_pass import row_tables
+from toolkit.objectives.teacher_values import (
+    TeacherValues,
+    count_rounds_in_memory,
+    teacher_values_bytes,
+)
+from toolkit.planning.fake_ranks import fake_world
+from toolkit.training import Run
 from toolkit.training.distillation import distillation_loss, evaluate_teacher, run_teacher
 from toolkit.training.head_divergence import Divergence, StoredTeacher, TopLogps
 
@@ -49,6 +67,71 @@ def test_stored_values_have_the_loss_of_the_live_teacher(models: Path, k: int | 
 
 
 STORED = {"stored": True, "top_k": 8, "kl_weight": 0.8, "temperature": 2.0}
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd", "wrapped"])
+def test_only_supervised_positions_have_values_and_count_on_the_disk(
+    folder: Path, packing: str
+) -> None:
+    write_config(distill=STORED, data={"packing": packing, "eval_split": 0.5})
+    cfg = load(DistillConfig, "run.yaml", ["--train.max_steps", "100"])
+    model_cfg = use_model_tokenizer(model_settings(cfg))
+    one_process: Any = Run(None, torch.device("cpu"), 0, 1)  # type: ignore[arg-type]
+    mesh: Any = SimpleNamespace(data=View())
+    data = prepare_data(cfg, build_on_meta(model_cfg), model_cfg, one_process, mesh)
+    width, k = 300, 8
+    stored = TeacherValues(cfg, width, data, folder, None)
+    drawn = np.random.default_rng(0)
+    expected = {}
+    for name, mask in stored._missing().items():
+        positions = np.flatnonzero(mask)
+        values = drawn.integers(0, width, (len(positions), 2 * k + 1)).astype(np.float32)
+        expected[name] = (positions, values)
+    stored._insert(expected)
+    stored.attach()
+    size = len(stored.files[FILE].content)
+    assert size <= teacher_values_bytes(cfg, data) < 1.2 * size + 4096
+    for table in row_tables(data):
+        positions, values = expected[table.name]
+        for samples in table.samples:
+            ids, logps = (samples.pieces.rows._late[f"teacher_{x}"] for x in ("ids", "logps"))
+            assert ids.dtype == np.int32
+            np.testing.assert_array_equal(ids[positions], values[:, :k])
+            np.testing.assert_array_equal(logps[positions], values[:, k:])
+            unsupervised = np.setdiff1d(np.arange(len(ids)), positions)
+            assert not ids[unsupervised].any()
+
+
+def test_what_the_values_depend_on(folder: Path) -> None:
+    """Values of a teacher in another dtype or with another attention are not those of this run."""
+    write_config(distill=STORED)
+    origins = []
+    for flags in ((), ("--teacher.dtype", "bfloat16"), ("--teacher.attn_implementation", "eager")):
+        cfg = load(DistillConfig, "run.yaml", list(flags))
+        data: Any = SimpleNamespace(feed=SimpleNamespace(shape=SimpleNamespace()))
+        data.feed.shape.packing, data.feed.shape.sequence_length = "bfd", 64
+        origins.append(teacher_values._describe_origin(cfg, 300, [], data))
+    first, half, eager = origins
+    assert {name for name in first if first[name] != half[name]} == {"storage dtype"}
+    assert {name for name in first if first[name] != eager[name]} == {"attention"}
+    assert first["number of tokens"] == 300
+
+
+def test_a_part_is_bounded_in_memory() -> None:
+    for top_k, positions in ((1, 64), (32, 4096), (64, 8 * 4 * 4096), (64, 64 * 8 * 32768)):
+        count = count_rounds_in_memory(top_k, positions)
+        round_bytes = 8 * (2 * top_k + 2) * positions
+        assert count * round_bytes <= 2**28 or count == 1
+        assert (count + 1) * round_bytes > 2**28
+
+
+def test_a_plan_reads_no_model_in_its_forward(folder: Path) -> None:
+    write_config(distill=STORED)
+    cfg = load(DistillConfig, "run.yaml")
+    with fake_world(1):
+        objective = build(cfg, init_mesh("cpu", 1, cfg.sharding))
+        objective.shard_models()
+    assert vars(objective)["_stored_width"] == 300
 
 
 @pytest.mark.slow

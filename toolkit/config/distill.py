@@ -109,6 +109,11 @@ class DistillConfig(FinetuneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.teacher.init == "random":
+            raise ConfigError(
+                "teacher.init random gives a teacher that knows nothing; remove it, and set "
+                "teacher.name_or_path to a trained model"
+            )
         if self.train.label_smoothing_factor:
             raise ConfigError(
                 "train.label_smoothing_factor has no effect in distillation, where the teacher "

@@ -1,6 +1,7 @@
 """The objective of distillation: imitate a frozen teacher with the same vocabulary."""
 
 import gc
+import json
 from functools import cached_property
 from typing import Any
 
@@ -8,12 +9,15 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
+from toolkit.adapters.base import base_digest
+from toolkit.checkpoint.store import Folder, read_json_object
 from toolkit.config.distill import DISTILL_METRICS, DistillConfig
 from toolkit.config.settings import ModelConfig, model_settings
 from toolkit.data.prepare import TrainingData
 from toolkit.data.samples.batch import Batch
 from toolkit.data.tokens.tokenizer import load_tokenizer, use_model_tokenizer
-from toolkit.errors import ConfigError, ModelError
+from toolkit.errors import CheckpointError, ConfigError, ModelError
+from toolkit.formats import local_folder
 from toolkit.mesh import Mesh
 from toolkit.models import build_on_meta, vocabulary_size
 from toolkit.objectives.objective import Objective, register
@@ -22,9 +26,12 @@ from toolkit.sharding import Sharded
 from toolkit.training.distillation import distillation_loss, run_teacher
 from toolkit.training.head_divergence import Divergence, StoredTeacher, Teacher, TopLogps
 from toolkit.training.loss import LossSum
+from toolkit.training.train_state import StateFile
 
 TEACHER = "teacher"
 """Role of the teacher in `Objective.models` and `Objective.frozen`."""
+TEACHER_FILE = "teacher.json"
+"""File of each checkpoint with a digest of the live teacher's weights."""
 
 
 @register(DistillConfig)
@@ -79,15 +86,29 @@ class Distillation(Objective):
         models = (model_settings(self.cfg), self.models[TEACHER])
         return min(vocabulary_size(build_on_meta(cfg)) for cfg in models)
 
+    def shard_models(self) -> None:
+        """Build and shard the teacher on meta; see `Objective.shard_models`."""
+        super().shard_models()
+        if self.cfg.distill.stored:
+            # Models are read here, because the forward of a plan has fake tensors.
+            _ = self._stored_width
+
     def restore(self, model: nn.Module, data: TrainingData, root: Any, saved: Any) -> None:
         """Read the stored values of the teacher from a checkpoint, if `distill.stored`. Collective.
 
+        The weights of a live teacher are compared with those that the run began with.
+
         Raises:
             CheckpointError: the checkpoint has no values, or those of other rows, another teacher
-                or other settings.
+                or other settings; or it is of a run with another live teacher.
         """
         if self.cfg.distill.stored:
-            self._values = TeacherValues(self.cfg, data, root, saved)
+            width = ranks.on_all(lambda: self._stored_width)
+            self._values = TeacherValues(self.cfg, width, data, root, saved)
+            return
+        teacher = self.models[TEACHER]
+        file = ranks.on_main(lambda: identify_teacher(teacher, saved))
+        self.files = {TEACHER_FILE: file} if ranks.rank() == 0 else {}
 
     def prepare(self, sharded: Sharded) -> str:
         """Load the teacher; or, if `distill.stored`, complete its values and free it. Collective.
@@ -106,7 +127,7 @@ class Distillation(Objective):
         if not self._values.is_complete:
             ranks.log_once(super().prepare(sharded))
             frozen = self.frozen.pop(TEACHER)
-            lines.append(self._values.complete(frozen, self.divergence, self._stored_width))
+            lines.append(self._values.complete(frozen, self.divergence))
             del frozen
             gc.collect()  # modules hold each other in cycles
         self._values.attach()
@@ -115,8 +136,8 @@ class Distillation(Objective):
         return f"teacher    {summary}; each checkpoint holds the values"
 
     def file_bytes(self, data: TrainingData) -> int:
-        """Estimate an upper limit of the bytes of stored values in each checkpoint."""
-        return teacher_values_bytes(self.cfg, data) if self.cfg.distill.stored else 0
+        """Estimate an upper limit of the bytes that `files` add to each checkpoint."""
+        return teacher_values_bytes(self.cfg, data) if self.cfg.distill.stored else 1024
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """Sum the loss over the supervised tokens of a micro-batch, with its parts as metrics."""
@@ -140,6 +161,36 @@ class Distillation(Objective):
             frozen = self.frozen[TEACHER].model
             teacher = run_teacher(frozen, batch, self.divergence, self.device_type)
         return distillation_loss(model, teacher, batch, self.divergence, **options)
+
+
+def identify_teacher(settings: ModelConfig, saved: Folder | None) -> StateFile:
+    """Compute the digest of a live teacher's weights, and compare it with that of a checkpoint.
+
+    Not collective. Reads 16 kB per tensor.
+
+    Args:
+        settings: settings of the teacher.
+        saved: the checkpoint to resume from; None for a new run.
+
+    Returns:
+        The file of every checkpoint that holds the digest.
+
+    Raises:
+        CheckpointError: the checkpoint is of a run whose teacher had other weights, or holds no
+            digest.
+    """
+    name = settings.name_or_path
+    digest = base_digest(local_folder(name, settings.revision), name, settings.revision)
+    if saved is not None:
+        before = (read_json_object(saved / TEACHER_FILE) or {}).get("digest")
+        if before != digest:
+            raise CheckpointError(
+                f"{saved} is of a run whose teacher has the digest {str(before)[:20]}, and the "
+                f"weights of {name} have the digest {digest[:20]}: expected the teacher that the "
+                "run began with. Restore its weights, or start in another output_dir"
+            )
+    content = json.dumps({"name_or_path": name, "digest": digest}, indent=2)
+    return StateFile.of(content.encode() + b"\n")
 
 
 def compare_vocabularies(

@@ -10,6 +10,7 @@ deleted after the first commit.
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ from toolkit.training.head_divergence import Divergence
 from toolkit.training.train_state import StateFile
 
 BYTES_PER_VALUE = 4
+_PART_BYTES = 2**28  # of a part on the device
 _LOG_SECONDS = 30.0  # between two lines about the progress
 
 
@@ -58,6 +60,7 @@ class TeacherValues:
 
     Args:
         cfg: settings of the run, with `distill.stored`.
+        width: number of tokens of the vocabulary that the distributions cover.
         data: its position is that of the checkpoint.
         root: the folder that holds the run's checkpoints.
         saved: the checkpoint to resume from; None if there is none.
@@ -68,14 +71,20 @@ class TeacherValues:
     """
 
     def __init__(
-        self, cfg: DistillConfig, data: TrainingData, root: Folder, saved: Folder | None
+        self,
+        cfg: DistillConfig,
+        width: int,
+        data: TrainingData,
+        root: Folder,
+        saved: Folder | None,
     ) -> None:
         assert cfg.distill.top_k is not None
         self.files: dict[str, StateFile] = {}
         """For `TrainState.files`, once the values are complete; on rank 0."""
         self._k, self._root, self._data, self._next_part = cfg.distill.top_k, root, data, 1
+        self._width = width
         self._tables = ranks.on_all(lambda: row_tables(data))
-        self._origin = ranks.on_main(lambda: _describe_origin(cfg, self._tables, data))
+        self._origin = ranks.on_main(lambda: _describe_origin(cfg, width, self._tables, data))
         masks = ranks.on_all(lambda: {t.name: _find_positions(t) for t in self._tables})
         self._predicting = {name: predicting for name, (predicting, _) in masks.items()}
         self._needed = {name: needed for name, (_, needed) in masks.items()}
@@ -109,13 +118,12 @@ class TeacherValues:
         count = sum(len(positions) for values in usable for positions, _ in values.values())
         return f"{count:,} positions read from {self._root / PARTS}" if usable else ""
 
-    def complete(self, teacher: Sharded, divergence: Divergence, width: int) -> str:
+    def complete(self, teacher: Sharded, divergence: Divergence) -> str:
         """Evaluate the teacher on the samples that lack values. Collective.
 
         Args:
             teacher: the sharded teacher with its weights.
             divergence: the loss of a token.
-            width: number of tokens of the vocabulary that the distributions cover.
 
         Returns:
             A line for the log.
@@ -142,7 +150,7 @@ class TeacherValues:
             for samples, read in zip(table.samples, table.reads, strict=True):
                 tokens, mask = _TokenMap(samples), missing[table.name]
                 lacking = [n for n in np.unique(read).tolist() if tokens.has_any(n, mask)]
-                teacher_pass = _TeacherPass(teacher, self._data, divergence, width)
+                teacher_pass = _TeacherPass(teacher, self._data, divergence, self._width)
                 teacher_pass.run(table.name, samples, np.array(lacking, np.int64), keep)
         self.files = {}
         return f"{count:,} positions evaluated in {time.monotonic() - begun:.1f} s"
@@ -153,12 +161,14 @@ class TeacherValues:
             self.files = {FILE: StateFile.of(encode(self._origin, self._all_values()))}
         for table in self._tables:
             name, k = table.name, self._k
-            values = self._values[name]
+            values, has_value = self._values[name], self._known[name]
             # A micro-batch that reads a missing value must fail.
-            values[self._predicting[name] & ~self._known[name], -1] = np.nan
+            values[self._predicting[name] & ~has_value, -1] = np.nan
+            ids = np.zeros((len(has_value), k), np.int32)
+            ids[has_value] = values[has_value, :k]
             for samples in table.samples:
                 rows = samples.pieces.rows
-                rows.fill_column("teacher_ids", values[:, :k].astype(np.int32))
+                rows.fill_column("teacher_ids", ids)
                 rows.fill_column("teacher_logps", values[:, k:])
 
     def _missing(self) -> dict[str, np.ndarray]:
@@ -236,7 +246,9 @@ class _TeacherPass:
         of_rank = rounds[:, run.rank].tolist()
         tokens = _TokenMap(samples)
         loader = iter(run.loader(samples, of_rank, collate_fn=samples.shape.batch))
-        position, count, logged = 0, FIRST_ROUNDS, time.monotonic()
+        positions = size * run.world_size * cfg.data.sequence_length
+        most = count_rounds_in_memory(self._width_of_values, positions)
+        position, count, logged = 0, min(FIRST_ROUNDS, most), time.monotonic()
         while position < len(rounds):
             begun = time.monotonic()
             rows = [np.zeros((0, 2 * self._width_of_values + 2))]
@@ -261,7 +273,8 @@ class _TeacherPass:
                 )
                 logged = time.monotonic()
             seconds = max(1e-3, ranks.broadcast(time.monotonic() - begun))
-            count = max(1, min(FIRST_ROUNDS * count, math.floor(count * PART_SECONDS / seconds)))
+            in_time = max(1, math.floor(count * PART_SECONDS / seconds))
+            count = min(most, FIRST_ROUNDS * count, in_time)
 
     @property
     def _width_of_values(self) -> int:
@@ -297,13 +310,29 @@ class _TeacherPass:
         return view.sum(every).cpu().numpy()
 
 
+def count_rounds_in_memory(top_k: int, positions: int) -> int:
+    """Count the batches of all ranks that a part may have, so that its values take about 256 MB.
+
+    Args:
+        top_k: number of stored tokens of a position.
+        positions: positions in the batches of all ranks together.
+
+    Returns:
+        The number; at least 1, even if that takes more.
+    """
+    return max(1, _PART_BYTES // (8 * (2 * top_k + 2) * positions))
+
+
 def teacher_values_bytes(cfg: DistillConfig, data: TrainingData) -> int:
     """Estimate an upper limit of the bytes of stored values in each checkpoint."""
     assert cfg.distill.top_k is not None
     feed: Any = data.feed
-    every = (*feed.train, *feed.eval_sets.values())
-    tokens = sum(samples.pieces.rows.total for samples in every)
-    return 4096 + tokens * (8 + BYTES_PER_VALUE * (2 * cfg.distill.top_k + 1))
+    counts = [source.counts for source in (*feed.sources, *feed.eval_sources)]
+    positions = sum(count.supervised for count in counts)
+    if feed.shape.packing == "wrapped":
+        # The last token of a row predicts the first one of the next row, which is not counted.
+        positions += sum(count.kept for count in counts)
+    return 4096 + positions * (8 + BYTES_PER_VALUE * (2 * cfg.distill.top_k + 1))
 
 
 class _TokenMap:
@@ -350,16 +379,20 @@ def _find_positions(table: RowTable) -> tuple[np.ndarray, np.ndarray]:
     return predicting, predicting & is_read
 
 
-def _describe_origin(cfg: DistillConfig, tables: list[RowTable], data: TrainingData) -> Origin:
+def _describe_origin(
+    cfg: DistillConfig, width: int, tables: list[RowTable], data: TrainingData
+) -> Origin:
     """List everything on which the values depend, as JSON."""
     teacher = cfg.frozen_models["teacher"]
-    assets, shape = assets_of(build_on_meta(teacher)), data.feed.shape
-    digest = f"random, seed {cfg.seed}"
-    if teacher.init != "random" and assets.folder is not None:
-        digest = base_digest(assets.folder, assets.name_or_path, assets.revision)
+    model = build_on_meta(replace(teacher, dtype=teacher.dtype or "auto"))
+    assets, shape = assets_of(model), data.feed.shape
+    assert assets.folder is not None
     return {
         "rows": {table.name: table.digest() for table in tables},
-        "teacher": digest,
+        "teacher": base_digest(assets.folder, assets.name_or_path, assets.revision),
+        "storage dtype": str(model.dtype).removeprefix("torch."),
+        "attention": str(model.config._attn_implementation),
+        "number of tokens": width,
         "temperature": cfg.distill.temperature,
         "top_k": cfg.distill.top_k,
         "dtype": cfg.sharding.param_dtype,
