@@ -79,6 +79,36 @@ def test_an_unknown_field_of_a_trainjob_is_refused(path: str) -> None:
         jsonschema.validate(job, trainjob_schema())
 
 
+def commented_lines(file: Path) -> dict[str, Any]:
+    """Read a Kubernetes file with its commented entries of `env`."""
+    text = file.read_text("utf-8")
+    uncommented = re.sub(r"^( *)# (- \{name: .*)$", r"\1\2", text, flags=re.MULTILINE)
+    assert uncommented != text
+    return list(yaml.safe_load_all(uncommented))[-1]
+
+
+@pytest.mark.parametrize("name", ["trainjob.yaml", "kubernetes.yaml"])
+def test_the_user_of_the_image_writes_to_mounted_folders(name: str) -> None:
+    job = commented_lines(ROOT / "examples" / name)
+    if job["kind"] == "TrainJob":
+        jsonschema.validate(job, trainjob_schema())
+        (patch,) = job["spec"]["runtimePatches"]
+        (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        pod = replicated["template"]["spec"]["template"]["spec"]
+        # Kubeflow Trainer takes variables of the container `node` from the trainer only.
+        variables = job["spec"]["trainer"]["env"]
+    else:
+        pod = job["spec"]["template"]["spec"]
+        variables = pod["containers"][0]["env"]
+    home, token = variables
+    assert (home["name"], token["name"]) == ("HF_HOME", "HF_TOKEN")
+    mounts = [Path(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"]]
+    assert any(mount in Path(home["value"]).parents for mount in mounts)
+    # useradd gives the first user of the image the number 1000.
+    assert "useradd --create-home trainer" in (ROOT / "Dockerfile").read_text("utf-8")
+    assert pod["securityContext"]["fsGroup"] == 1000
+
+
 def replace_variables(line: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         line = line.replace(f'"{name}"', value)
