@@ -142,6 +142,15 @@ def test_the_commands_are_those_of_the_toolkit() -> None:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+def test_the_skypilot_task_writes_to_its_shared_volume() -> None:
+    task = yaml.safe_load(SKYPILOT.read_text("utf-8"))
+    (mount,) = task["volumes"]
+    assert "file_mounts" not in task  # a mounted bucket has no locks and no renames
+    folder = re.search(r"--output_dir (\S+)", task["run"])
+    assert folder is not None
+    assert Path(mount) in Path(folder[1]).parents
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with a tiny model, a text and the config `run.yaml` of a long run."""
