@@ -51,7 +51,8 @@ def main() -> int:
     parser.add_argument("--placement", default="STRICT_SPREAD", help="strategy of Ray")
     parser.add_argument("--folder", default=os.getcwd(), help="folder to run in, on every node")
     parser.add_argument("--grace", type=float, default=360, help="seconds after SIGTERM")
-    parser.add_argument("command", help="train, finetune or prefer")
+    parser.add_argument("--wait", type=float, default=600, help="seconds for free nodes")
+    parser.add_argument("command", help="train, finetune, prefer or distill")
     args, settings = parser.parse_known_args()
 
     ray.init(address=None if args.address == "local" else args.address)
@@ -59,7 +60,16 @@ def main() -> int:
         {"GPU": args.gpus_per_node} if args.gpus_per_node else {}
     )
     group = placement_group([bundle] * args.nodes, strategy=args.placement)
-    ray.get(group.ready())
+    try:
+        ray.get(group.ready(), timeout=args.wait)
+    except ray.exceptions.GetTimeoutError:
+        print(
+            f"ray        the cluster had no {args.nodes} nodes with {bundle} free within "
+            f"{args.wait:.0f} s; lower --nodes, --gpus_per_node or --cpus_per_node, or wait longer "
+            "(--wait)",
+            file=sys.stderr,
+        )
+        return 1
 
     def place(node: int) -> dict[str, object]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
@@ -127,20 +137,37 @@ class StopFlag:
 def run_launcher(command: Sequence[str], folder: str, grace: float, stop: Any) -> int:
     """Run the toolkit's launcher in `folder` on this node, and return its exit code.
 
-    If the flag `stop` is set, the launcher gets SIGTERM and has `grace` seconds to end.
+    If the flag `stop` is set, the launcher gets SIGTERM and has `grace` seconds to end. The same
+    happens if the flag cannot be read, because its actor or the driver is gone.
     """
+    # Ray sets OMP_NUM_THREADS to the CPUs of the task, which only runs the launcher.
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     # In a separate session, the launcher gets no signal that Ray sends to its worker.
-    process = subprocess.Popen(command, cwd=folder, start_new_session=True)
+    process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
     deadline = math.inf
-    while process.poll() is None:
-        time.sleep(POLL_SECONDS)
-        if deadline == math.inf and ray.get(stop.is_set.remote()):
-            process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + grace
-        elif time.monotonic() > deadline:
-            process.kill()
+    try:
+        while process.poll() is None:
+            time.sleep(POLL_SECONDS)
+            if deadline == math.inf and ray.get(stop.is_set.remote()):
+                process.send_signal(signal.SIGTERM)
+                deadline = time.monotonic() + grace
+            elif time.monotonic() > deadline:
+                process.kill()
+    finally:
+        if process.poll() is None:
+            stop_process(process, grace)
     code = process.returncode
     return code if code >= 0 else 128 - code
+
+
+def stop_process(process: subprocess.Popen, grace: float) -> None:
+    """Send SIGTERM to a process, and kill it after `grace` seconds."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(grace)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def read_exit_codes(tasks: list) -> list[int]:

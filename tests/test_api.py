@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, SchedulerType
 
 import toolkit
 from toolkit import api
+from toolkit import config as toolkit_config
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.object_store import RemotePath
 from toolkit.data import cached_rows
@@ -224,6 +225,20 @@ def test_values_of_python_become_values_of_yaml(started: list, tmp_path: Path) -
     assert content["data"]["sequence_length"] == 64
     assert content["model"] == {"name_or_path": str(tmp_path), "dtype": "bfloat16"}
     assert content["optim"] == {"lr_scheduler_type": "cosine", "learning_rate": 0.25}
+
+
+def test_texts_of_a_template_stay_texts(tmp_path: Path, monkeypatch) -> None:
+    configs: list = []
+
+    def load(arguments, quiet):
+        configs.append(toolkit_config.load(toolkit_config.FinetuneConfig, arguments[1]))
+
+    monkeypatch.setattr(api, "run_command", load)
+    monkeypatch.setattr(api, "SavedRun", lambda path, quiet: path)
+    kwargs = {"version": "1.10", "x": "true", "d": "01", "number": 1.5}
+    data = {"train_files": "a.jsonl", "chat_template_kwargs": kwargs}
+    toolkit.finetune(model="m", data=data, output_dir="r")
+    assert configs[0].data.chat_template_kwargs == kwargs
 
 
 def test_a_shared_value_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:

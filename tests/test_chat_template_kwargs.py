@@ -13,6 +13,7 @@ from conftest import save_byte_tokenizer, save_tiny_model
 from tokenizer_kinds import tokenizer_of
 from transformers import AutoTokenizer
 
+from toolkit import config
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
 from toolkit.data.chat.masks import NO_STOP, Rendered
@@ -122,6 +123,30 @@ def test_reserved_names_are_refused(name):
 def test_names_and_values_that_no_template_holds_are_refused(values, said):
     with pytest.raises(ConfigError, match=said):
         FinetuneDataConfig(chat_template_kwargs=values)
+
+
+def test_texts_stay_texts_in_files_and_flags(tmp_path: Path) -> None:
+    texts = {"version": "1.10", "x": "true", "d": "01", "n": "null", "deep": {"list": ["1e3", 2]}}
+    file, more = tmp_path / "run.yaml", tmp_path / "more.yaml"
+    base = {"model": {"name_or_path": "m"}}
+    file.write_text(yaml.safe_dump(base | {"data": {"chat_template_kwargs": texts}}))
+    cfg = config.load(FinetuneConfig, file)
+    assert cfg.data.chat_template_kwargs == texts
+    more.write_text(config.dump(cfg))
+    assert config.load(FinetuneConfig, more) == cfg
+    flag = "--data.chat_template_kwargs"
+    for flags in ([flag, '{a: "1.10", b: 1.10}'], [f'{flag}={{"a": "1.10", "b": 1.1}}']):
+        assert config.load(FinetuneConfig, file, flags).data.chat_template_kwargs == {
+            "a": "1.10",
+            "b": 1.1,
+        }
+    # The last one wins, also if it is a file.
+    flags = [flag, "{a: 1}", "--config", str(more)]
+    assert config.load(FinetuneConfig, file, flags).data.chat_template_kwargs == texts
+    with pytest.raises(ConfigError, match="chat_template_kwargs must be a mapping"):
+        config.load(FinetuneConfig, file, [flag, "3"])
+    with pytest.raises(ConfigError, match="tools cannot be set"):
+        config.load(FinetuneConfig, file, [flag, "{tools: 1}"])
 
 
 def test_characters_beyond_16_bits_stay_whole():

@@ -1,13 +1,16 @@
 """The files for Kubeflow Trainer, SkyPilot and Ray: linted, and their commands run here."""
 
 import copy
+import importlib.util
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -76,6 +79,36 @@ def test_an_unknown_field_of_a_trainjob_is_refused(path: str) -> None:
         jsonschema.validate(job, trainjob_schema())
 
 
+def commented_lines(file: Path) -> dict[str, Any]:
+    """Read a Kubernetes file with its commented entries of `env`."""
+    text = file.read_text("utf-8")
+    uncommented = re.sub(r"^( *)# (- \{name: .*)$", r"\1\2", text, flags=re.MULTILINE)
+    assert uncommented != text
+    return list(yaml.safe_load_all(uncommented))[-1]
+
+
+@pytest.mark.parametrize("name", ["trainjob.yaml", "kubernetes.yaml"])
+def test_the_user_of_the_image_writes_to_mounted_folders(name: str) -> None:
+    job = commented_lines(ROOT / "examples" / name)
+    if job["kind"] == "TrainJob":
+        jsonschema.validate(job, trainjob_schema())
+        (patch,) = job["spec"]["runtimePatches"]
+        (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        pod = replicated["template"]["spec"]["template"]["spec"]
+        # Kubeflow Trainer takes variables of the container `node` from the trainer only.
+        variables = job["spec"]["trainer"]["env"]
+    else:
+        pod = job["spec"]["template"]["spec"]
+        variables = pod["containers"][0]["env"]
+    home, token = variables
+    assert (home["name"], token["name"]) == ("HF_HOME", "HF_TOKEN")
+    mounts = [Path(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"]]
+    assert any(mount in Path(home["value"]).parents for mount in mounts)
+    # useradd gives the first user of the image the number 1000.
+    assert "useradd --create-home trainer" in (ROOT / "Dockerfile").read_text("utf-8")
+    assert pod["securityContext"]["fsGroup"] == 1000
+
+
 def replace_variables(line: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         line = line.replace(f'"{name}"', value)
@@ -109,6 +142,15 @@ def test_the_commands_are_those_of_the_toolkit() -> None:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+def test_the_skypilot_task_writes_to_its_shared_volume() -> None:
+    task = yaml.safe_load(SKYPILOT.read_text("utf-8"))
+    (mount,) = task["volumes"]
+    assert "file_mounts" not in task  # a mounted bucket has no locks and no renames
+    folder = re.search(r"--output_dir (\S+)", task["run"])
+    assert folder is not None
+    assert Path(mount) in Path(folder[1]).parents
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with a tiny model, a text and the config `run.yaml` of a long run."""
@@ -140,6 +182,63 @@ def wait_for_training(log: Path, process: subprocess.Popen, seconds: float = 240
         assert process.poll() is None, log.read_text("utf-8")
         assert time.monotonic() < deadline, log.read_text("utf-8")
         time.sleep(0.2)
+
+
+@pytest.fixture
+def ray_launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import examples/ray_launch.py with the stand-in for Ray."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "fake_ray"))
+    spec = importlib.util.spec_from_file_location("ray_launch", ROOT / "examples/ray_launch.py")
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
+    return module
+
+
+class Flag:
+    """A stop flag as `run_launcher` reads it; `read` returns its value or raises an error."""
+
+    def __init__(self, ray: ModuleType, read: Callable[[], bool]) -> None:
+        self.is_set = SimpleNamespace(remote=lambda: ray._Ready(read()))
+
+
+@pytest.mark.parametrize("ignores_sigterm", [False, True])
+def test_a_ray_task_whose_flag_is_lost_stops_its_launcher(
+    ray_launch, ignores_sigterm: bool, tmp_path: Path
+) -> None:
+    def read() -> bool:
+        if not (tmp_path / "pid").exists():
+            return False
+        raise ray_launch.ray.exceptions.RayError("the actor died")
+
+    trap = "trap '' TERM" if ignores_sigterm else f"trap 'echo > {tmp_path}/saved; exit 75' TERM"
+    script = f"{trap}; echo $$ > new; mv new pid; while :; do sleep 0.05; done"
+    with pytest.raises(ray_launch.ray.exceptions.RayError, match="the actor died"):
+        ray_launch.run_launcher(
+            ["bash", "-c", script],
+            str(tmp_path),
+            0.3 if ignores_sigterm else 20,
+            Flag(ray_launch.ray, read),
+        )
+    assert (tmp_path / "saved").exists() is not ignores_sigterm
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_the_launcher_in_a_ray_task_chooses_its_threads(ray_launch, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    flag = Flag(ray_launch.ray, lambda: False)
+    command = ["bash", "-c", "exit $(( ${OMP_NUM_THREADS:-0} + 3 ))"]
+    assert ray_launch.run_launcher(command, str(tmp_path), 1, flag) == 3
+
+
+def test_ray_nodes_that_are_not_free_are_an_error(ray_launch, monkeypatch, capsys) -> None:
+    nodes = str(ray_launch.ray.MAX_NODES + 1)
+    arguments = ["--nodes", nodes, "--gpus_per_node", "8", "--wait", "3", "train", "run.yaml"]
+    monkeypatch.setattr(sys, "argv", ["ray_launch.py", *arguments])
+    assert ray_launch.main() == 1
+    assert f"the cluster had no {nodes} nodes with" in capsys.readouterr().err
 
 
 @pytest.mark.faults

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -27,6 +28,16 @@ def test_the_notebook_is_valid_and_has_no_outputs() -> None:
             compile(cell.source, NOTEBOOK.name, "exec")
             assert not cell.outputs
             assert cell.execution_count is None
+
+
+def test_a_second_run_keeps_the_export(tmp_path: Path) -> None:
+    cells = [cell.source for cell in read_notebook().cells if "preferred.export(" in cell.source]
+    exports: list = []
+    run = SimpleNamespace(export=lambda *args, **_: exports.append(args), verify=lambda path: None)
+    for _ in range(2):
+        exec(cells[0], {"os": os, "RUNS": str(tmp_path), "preferred": run})
+        (tmp_path / "smollm2-merged").mkdir(exist_ok=True)
+    assert len(exports) == 1
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from toolkit.config.fields import (
     to_fields,
     to_settings,
 )
+from toolkit.config.free_mappings import restore_mappings
 from toolkit.config.kinds import check_kind, kind_of
 from toolkit.config.other_tools import (
     REMOVED,
@@ -96,7 +97,8 @@ def parse(
     try:
         parsed = parser.parse_args(_rename_flags(args))
         sections = parser.instantiate(parsed)
-        cfg = cls(**{f.name: _convert_numbers(sections[f.name]) for f in dataclasses.fields(cls)})
+        values = {f.name: _convert_numbers(sections[f.name]) for f in dataclasses.fields(cls)}
+        cfg = cls(**restore_mappings(cls, values, args))
     except ArgumentError as error:
         raise ConfigError(_reword_error(cls, " ".join(str(error).split()))) from None
     except ConfigError as error:

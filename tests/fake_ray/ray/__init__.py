@@ -12,6 +12,7 @@ from ray import util
 
 __all__ = ["exceptions", "get", "init", "remote", "util", "wait"]
 
+MAX_NODES = 16  # of the cluster
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -19,7 +20,11 @@ class RayError(Exception):
     """A task ended without a result."""
 
 
-exceptions = SimpleNamespace(RayError=RayError)
+class GetTimeoutError(RayError):
+    """A result did not come in time."""
+
+
+exceptions = SimpleNamespace(RayError=RayError, GetTimeoutError=GetTimeoutError)
 
 
 def init(address=None):
@@ -74,8 +79,10 @@ def wait(tasks, num_returns, timeout):
     return done, []
 
 
-def get(task):
+def get(task, timeout=None):
     if task is None:  # a placement group is ready
+        if len(util.bundles) > MAX_NODES:
+            raise GetTimeoutError(f"not ready in {timeout} s")
         return None
     if isinstance(task, _Ready):
         return task.value
