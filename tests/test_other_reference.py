@@ -21,6 +21,7 @@ from toolkit.checkpoint.reference_file import FILE, decode
 from toolkit.config import parse
 from toolkit.config.preference import PreferConfig, PreferenceConfig
 from toolkit.config.published import select_publishable_settings
+from toolkit.data.prepare import PackingChoice
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import ADAPTER_WEIGHTS
 from toolkit.formats.metrics_file import read_metrics
@@ -300,17 +301,19 @@ def test_a_reference_is_prepared_for_the_packing_that_was_decided(
     mesh: Any = SimpleNamespace(device_type="cpu")
     monkeypatch.setattr(reference_model, "apply_fsdp", lambda model, *_: SimpleNamespace())
     monkeypatch.setattr(reference_model, "load_or_init", lambda *_: None)
-    load_reference(cfg, mesh, "none")
+    load_reference(cfg, mesh, has_borders=False)
     message = r"preference\.reference .*: rows are packed, and its attention is eager, which cannot"
     with pytest.raises(ConfigError, match=message):
-        load_reference(cfg, mesh, "bfd")
+        load_reference(cfg, mesh, has_borders=True)
     # A run gives the decision.
     seen = []
     reference: Any = SimpleNamespace(cfg=cfg, is_complete=True, _load_parts=lambda _: [])
-    reference.data = SimpleNamespace(feed=SimpleNamespace(shape=SimpleNamespace(packing="none")))
-    monkeypatch.setattr(objectives_reference, "load_reference", lambda *given: seen.append(given))
+    reference.data = SimpleNamespace(choice=PackingChoice("none", "asked"))
+    monkeypatch.setattr(
+        objectives_reference, "load_reference", lambda *_, **more: seen.append(more)
+    )
     Reference._compute(reference, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
-    assert seen == [(cfg, mesh, "none")]
+    assert seen == [{"has_borders": False}]
 
 
 @pytest.mark.parametrize("files_only", [False, True])

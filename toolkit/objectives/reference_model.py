@@ -37,7 +37,6 @@ from toolkit.checkpoint.adapter_source import (
 from toolkit.config.lora import LoraConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import ModelConfig
-from toolkit.data.samples.sample_shape import Packing
 from toolkit.data.tokens.tokenizer import find_model_tokenizer, load_tokenizer
 from toolkit.errors import ConfigError, ModelError, ToolkitError
 from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, local_folder, read_tensor
