@@ -310,8 +310,6 @@ def test_a_reference_is_prepared_for_the_packing_that_was_decided(
     reference: Any = SimpleNamespace(cfg=cfg, is_complete=True, _load_parts=lambda _: [])
     reference.data = SimpleNamespace(choice=PackingChoice("none", "asked"))
     monkeypatch.setattr(objectives_reference, "load_reference", lambda *_, **kw: seen.append(kw))
-        objectives_reference, "load_reference", lambda *_, **more: seen.append(more)
-    )
     Reference._compute(reference, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
     assert seen == [{"has_borders": False}]
 
