@@ -26,8 +26,8 @@ from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import ADAPTER_WEIGHTS
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.models import build_on_meta
+from toolkit.objectives import frozen_models, reference_model
 from toolkit.objectives import reference as objectives_reference
-from toolkit.objectives import reference_model
 from toolkit.objectives.reference import Reference
 from toolkit.objectives.reference_model import check_reference, load_reference
 from toolkit.planning.simulation import REFERENCE_PASS, simulate
@@ -240,9 +240,9 @@ def test_kernels_of_the_trained_model_are_no_kernels_of_the_reference(
     cfg = prefer_config(here / "model", here / "other", "--model.kernels", "liger")
     model = build_on_meta(replace(cfg.model, kernels="none"))
     devices = []
-    check_usable = reference_model.check_usable
+    check_usable = frozen_models.check_usable
     monkeypatch.setattr(
-        reference_model,
+        frozen_models,
         "check_usable",
         lambda settings, length, device: (
             devices.append(str(device)),
