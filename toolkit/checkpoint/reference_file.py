@@ -99,8 +99,8 @@ def read_saved_values(saved: Folder) -> tuple[Origin, Values, StateFile]:
     entry = commit.read_manifest(saved)["files"].get(FILE)
     if entry is None:
         raise CheckpointError(
-            f"{saved} holds no {FILE}, which this run needs: expected a checkpoint of a run with "
-            "the same settings. Start in another output_dir"
+            f"{saved} holds no {FILE}, which a loss that compares with another model needs: "
+            "expected a checkpoint of a run with such a loss. Start in another output_dir"
         )
     try:
         content = file.read_bytes()

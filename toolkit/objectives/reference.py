@@ -24,7 +24,6 @@ missing. It is deleted after the pass.
 """
 
 import gc
-import hashlib
 import json
 from typing import Any
 
@@ -34,17 +33,16 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.adapters.base import base_digest
-from toolkit.checkpoint import commit
 from toolkit.checkpoint.reference_file import (
     BYTES_PER_ROW,
     FILE,
     PARTS,
     Origin,
     Values,
-    decode,
     delete_part,
     encode,
     read_parts,
+    read_saved_values,
     write_part,
 )
 from toolkit.checkpoint.resuming import NOT_ARCHITECTURE
@@ -189,30 +187,15 @@ class Reference:
         Raises:
             CheckpointError: the file is missing or damaged, or has the values of another run.
         """
+        origin, values, stored_file = read_saved_values(saved)
         file = saved / FILE
-        entry = commit.read_manifest(saved)["files"].get(FILE)
-        if entry is None:
-            raise CheckpointError(
-                f"{saved} holds no {FILE}, which a loss that compares with a reference needs: "
-                "expected a checkpoint of a run with such a loss. Start in another output_dir"
-            )
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            raise CheckpointError(
-                f"{file} has other bytes than were saved. Start again: a damaged checkpoint is set "
-                "aside, and the run resumes from the one before it"
-            )
-        origin, values = decode(content, file)
         self._refuse_other_origin(file, origin)
         shapes = {table.name: len(table.rows) for table in self.tables}
         values = {name: pair for name, pair in values.items() if name in shapes}
         for name, (answers, _) in values.items():
             if (answers >= 2 * shapes[name]).any():
                 raise CheckpointError(f"{file} has values of rows that {name} has not")
-        self.files = {FILE: StateFile(content, entry["sha256"])}
+        self.files = {FILE: stored_file}
         return origin, values
 
     def _refuse_other_origin(self, file: Folder, origin: Origin) -> None:
