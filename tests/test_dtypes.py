@@ -14,7 +14,7 @@ from torch import nn
 from toolkit.config.settings import ModelConfig, ShardingConfig
 from toolkit.errors import ModelError
 from toolkit.loading import load_pretrained
-from toolkit.models.causal_lm import build_on_meta, check_usable
+from toolkit.models.causal_lm import build_on_meta, check_usable, prepare
 
 
 def test_auto_does_not_round_float16_weights(tmp_path: Path) -> None:
@@ -25,8 +25,10 @@ def test_auto_does_not_round_float16_weights(tmp_path: Path) -> None:
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": null'))
     with pytest.raises(ModelError, match=r"stored in float16, .* set model.dtype: float32"):
-        build_on_meta(ModelConfig(str(folder), dtype="auto"))
-    assert build_on_meta(ModelConfig(str(folder), dtype="float32")).dtype == torch.float32
+        prepare(ModelConfig(str(folder), dtype="auto"))
+    assert prepare(ModelConfig(str(folder), dtype="float32")).dtype == torch.float32
+    # A frozen model, such as a reference, may keep float16.
+    assert build_on_meta(ModelConfig(str(folder), dtype="auto")).dtype == torch.float16
 
 
 def test_an_attention_without_a_backward_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from toolkit.training.train_state import Saves
 TOOLKIT = Path(checkpoint.__file__).parent.parent
 # Threads of these touch files, sockets or other processes, and no tensor of a device.
 WITHOUT_TENSORS = {
+    "api.py",
     "checkpoint/commit.py",
     "checkpoint/lock.py",
     "checkpoint/object_store.py",
