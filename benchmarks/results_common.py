@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from machine import describe
 
 ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / "benchmarks" / "results_peers.py"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 NO_PEERS = "RESULTS_NO_PEERS"
 """Variable that `--no_peers` sets."""
@@ -237,6 +240,26 @@ def run_program(
     return output, time.monotonic() - begun
 
 
+def run_peer(
+    program: str, settings: dict[str, Any], file: Path, world: int = 1, cwd: Path = ROOT
+) -> Any:
+    """Run a program of results_peers.py; return what it measured."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    inputs, output = run_file(file, "settings.json"), run_file(file, "json")
+    inputs.write_text(json.dumps(settings, indent=1), "utf-8")
+    command = [*launcher(world), str(PEERS), program, "--settings", str(inputs)]
+    log = run_file(file, "log")
+    run_program([*command, "--output", str(output)], log, threads=2 // world, cwd=cwd)
+    return json.loads(output.read_text("utf-8"))
+
+
+def toolkit_command(config: dict[str, Any], world: int, file: Path) -> list[str]:
+    """Write the config of a run and return the command that starts it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(config, sort_keys=False), "utf-8")
+    return [*launcher(world), f"recipes/{config['kind']}.py", "--config", str(file)]
+
+
 def last_error(output: str) -> str:
     """Return the line of a program's output that most likely says why it failed.
 
@@ -291,3 +314,18 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
     by_step = {line["step"]: line for line in map(json.loads, lines)}
     return [by_step[step] for step in sorted(by_step)]
+
+
+# ---- Folders -------------------------------------------------------------------------------------
+
+
+def fresh(path: Path) -> Path:
+    """Remove a folder that an earlier call left; return its path."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def run_file(run: Path, suffix: str) -> Path:
+    """Return the path of a file next to the folder of a run."""
+    return run.with_name(f"{run.name}.{suffix}")

@@ -393,6 +393,6 @@ def write_tiny_inputs(folder: Path, characters: str) -> dict[str, Path]:
             answers = {"chosen": f"It is {i + i % 7}.", "rejected": "No idea" + "!" * (i % 5 + 1)}
             row = {side: prompt + answer for side, answer in answers.items()}
             file.write(json.dumps(row) + "\n")
-    (folder / "text.txt").write_text((characters + "\nA short text. ") * 40, "utf-8")
+    (folder / "text.txt").write_text((characters + "\nA short text.\n\n") * 40, "utf-8")
     names = {"model": "model", "pairs": "pairs.jsonl.gz", "text": "text.txt"}
     return {name: folder / path for name, path in names.items()}

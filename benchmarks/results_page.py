@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from results_distillation import RUNS
 from results_inputs import DOWNLOADS, MODEL
 from results_stages import BARS, KINDS, STAGES
 
@@ -114,6 +115,7 @@ def stamp_line(record: Mapping[str, Any], key: str, commit: str) -> str:
 def plot_line(name: str) -> str:
     """Return the Markdown of a plot."""
     titles = {"shakespeare": "Training loss of the toolkit and of nanoGPT by step"}
+    titles["distillation"] = "Cross entropy of the student by step, with and without the teacher"
     title = titles.get(name, f"Training loss of the toolkit and of TRL by step: {KINDS.get(name)}")
     return f"![{title}]({PLOTS / name}.svg)"
 
@@ -313,6 +315,43 @@ def answer_lines(figures: dict[str, Any], settings: dict[str, Any]) -> list[str]
     return [*lines, table(["prompt", *(names[model] for model in models)], answers)]
 
 
+def distillation_lines(figures: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Return the section of the student with and without a teacher."""
+    shape, runs, held_out = (figures[name] for name in ("student", "runs", "held_out"))
+    by_title = {title: runs[kind] for kind, title in RUNS.items()}
+    rows = []
+    for name, entry in held_out.items():
+        run = by_title.get(name)
+        step = ["", ""]
+        if run is not None:
+            step = [f"{run['step_seconds']:.2f}", f"{run['peak'] / 1e9:.2f}"]
+        rows.append([name, f"{entry['perplexity']:.2f}", *step])
+    without, taught = (held_out[RUNS[kind]]["perplexity"] for kind in ("finetune", "distill"))
+    lines = [
+        f"The model, with {shape['teacher_layers']} layers and "
+        f"{shape['teacher_parameters'] / 1e6:.0f} million parameters, is the teacher of a student "
+        f"that starts with one of {settings['layer_stride']} of its layers: "
+        f"{shape['student_layers']} layers, {shape['student_parameters'] / 1e6:.0f} million "
+        f"parameters. {settings['steps']} steps of {settings['batch']} rows of Shakespeare of at "
+        f"most {settings['max_tokens']} tokens, fp32: by `recipes/finetune.py`, and by "
+        f"`recipes/distill.py` with `kl_weight: {settings['kl_weight']}` and a live teacher; the "
+        "other settings and the rows are equal. Perplexity on "
+        f"{settings['held_out']} rows of the last tenth, by plain transformers on the exports.",
+        table(["", "perplexity", "s a step", "peak GB"], rows),
+    ]
+    words = "lower" if taught < without else "**not lower**"
+    lines.append(
+        f"With the teacher the perplexity is {words}: {taught / without:.2f} of that without it."
+    )
+    if agreement := runs["distill"].get("agreement"):
+        lines.append(
+            "The student's most likely token is that of the teacher for "
+            f"{agreement[0]:.1%} of the tokens in the first step and {agreement[-1]:.1%} in the "
+            "last one."
+        )
+    return lines
+
+
 def held_out_gaps(held_out: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, float]]:
     """Return (kind, accuracy, difference between the toolkit and TRL) of what both have."""
     gaps = []
@@ -363,6 +402,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict, dict], list[str]]]] = {
     "ranks": ("Two ranks", rank_lines),
     "resume": ("Killed and resumed", resume_lines),
     "answers": ("Before and after", answer_lines),
+    "distillation": ("Distillation: a student of a third of the layers", distillation_lines),
 }
 """Stage -> its heading and the function that describes its figures."""
 
@@ -434,20 +474,26 @@ def readme_text(records: Records, docs: str) -> str:
 def write_plots(records: Records, folder: Path) -> list[str]:
     """Write an SVG per stage with curves; return their names."""
     names = []
-    for name in ("shakespeare", *KINDS):
+    for name in ("shakespeare", *KINDS, "distillation"):
         record = records.get(name)
         if record is None:
             continue
-        peer = "nanogpt" if name == "shakespeare" else "trl"
-        sides = record["figures"]["sides"]
-        curves = {"toolkit": sides["toolkit"][0]}
-        if sides[peer]:
-            curves["nanoGPT" if peer == "nanogpt" else "TRL"] = sides[peer][0]
-        points = {title: curve_points(run) for title, run in curves.items()}
-        svg = draw_curves(points, "training loss")
-        (folder / f"{name}.svg").write_text(svg, "utf-8")
+        points = {title: curve_points(run) for title, run in find_curves(name, record["figures"])}
+        label = "cross entropy" if name == "distillation" else "training loss"
+        (folder / f"{name}.svg").write_text(draw_curves(points, label), "utf-8")
         names.append(name)
     return names
+
+
+def find_curves(name: str, figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return (title, run) of the curves in the plot of a stage, the toolkit's or main one first."""
+    if name == "distillation":
+        return [(RUNS[kind], figures["runs"][kind]) for kind in ("distill", "finetune")]
+    peer = "nanogpt" if name == "shakespeare" else "trl"
+    curves = [("toolkit", figures["sides"]["toolkit"][0])]
+    if theirs := figures["sides"][peer]:
+        curves.append(("nanoGPT" if peer == "nanogpt" else "TRL", theirs[0]))
+    return curves
 
 
 def curve_points(run: Mapping[str, Any]) -> list[tuple[float, float]]:

@@ -2,10 +2,10 @@
 
     python benchmarks/results_peers.py order --config FILE --output FILE
     python benchmarks/results_peers.py sft|dpo|adapter --settings FILE --output FILE
-    python benchmarks/results_peers.py held_out|nanogpt --settings FILE --output FILE
+    python benchmarks/results_peers.py held_out|nanogpt|student|texts --settings FILE --output FILE
 
 `order` asks the toolkit for the order of its rows, so that TRL reads the same. `sft` and `dpo` are
-TRL's trainers. `held_out` loads models with plain transformers, whoever trained them.
+TRL's trainers. `held_out` and `texts` load models with plain transformers, whoever trained them.
 """
 
 import argparse
@@ -296,6 +296,49 @@ def _rows(file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(file).read_text("utf-8").splitlines()]
 
 
+# ---- Distillation --------------------------------------------------------------------------------
+
+
+def write_student(settings: dict[str, Any]) -> dict[str, int]:
+    """Write a copy of `model` that keeps every `layer_stride`-th layer, with its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = settings["model"]
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    layers = model.model.layers
+    counts = {"teacher_layers": len(layers)}
+    model.model.layers = torch.nn.ModuleList([*layers][:: settings["layer_stride"]])
+    model.config.num_hidden_layers = len(model.model.layers)
+    model.save_pretrained(settings["out"])
+    AutoTokenizer.from_pretrained(source).save_pretrained(settings["out"])
+    after = sum(parameter.numel() for parameter in model.parameters())
+    counts["student_layers"] = model.config.num_hidden_layers
+    return counts | {"teacher_parameters": before, "student_parameters": after}
+
+
+def measure_texts(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return model -> perplexity and number of tokens over all tokens but the first of each row."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
+    figures = {}
+    for name, folder in settings["models"].items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        total, count = 0.0, 0
+        for row in _rows(settings["rows"]):
+            ids = tokenizer(row["text"], add_special_tokens=False, return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                logps = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+            total += float(logps.gather(1, ids[0, 1:, None]).double().sum())
+            count += ids.shape[1] - 1
+        figures[name] = {"perplexity": math.exp(-total / count), "tokens": count}
+    return figures
+
+
 # ---- nanoGPT -------------------------------------------------------------------------------------
 
 
@@ -334,6 +377,8 @@ PROGRAMS = {
     "adapter": write_adapter,
     "held_out": measure_models,
     "nanogpt": evaluate_nanogpt,
+    "student": write_student,
+    "texts": measure_texts,
 }
 
 

@@ -10,23 +10,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from results_common import (
+    PEERS,
     ROOT,
     TRL,
     ResultsError,
     Setup,
     Stage,
+    fresh,
     kill_after_checkpoint,
     launcher,
     read_metrics,
     read_record,
+    run_file,
+    run_peer,
     run_program,
+    toolkit_command,
     trl_reason,
 )
+from results_distillation import distillation_sizes, run_distillation
 from results_inputs import NANOGPT, describe_model, write_rows, write_text
 
-PEERS = ROOT / "benchmarks" / "results_peers.py"
 KINDS = {
     "sft-lora": "SFT with LoRA",
     "sft-full": "SFT of all parameters",
@@ -228,13 +232,6 @@ def tuning_config(setup: Setup, kind: str, world: int, run: Path) -> dict[str, A
     if is_dpo:
         config["preference"] = {"beta": sizes["beta"]}
     return config
-
-
-def toolkit_command(config: dict[str, Any], world: int, file: Path) -> list[str]:
-    """Write the config of a run and return the command that starts it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(config, sort_keys=False), "utf-8")
-    return [*launcher(world), f"recipes/{config['kind']}.py", "--config", str(file)]
 
 
 def train_with_toolkit(setup: Setup, kind: str, world: int, run: Path) -> dict[str, Any]:
@@ -448,19 +445,6 @@ def _reward_accuracy(after: list[list[float]], before: list[list[float]]) -> flo
 # ---- Helpers -------------------------------------------------------------------------------------
 
 
-def run_peer(
-    program: str, settings: dict[str, Any], file: Path, world: int = 1, cwd: Path = ROOT
-) -> Any:
-    """Run a program of results_peers.py; return what it measured."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    inputs, output = run_file(file, "settings.json"), run_file(file, "json")
-    inputs.write_text(json.dumps(settings, indent=1), "utf-8")
-    command = [*launcher(world), str(PEERS), program, "--settings", str(inputs)]
-    log = run_file(file, "log")
-    run_program([*command, "--output", str(output)], log, threads=2 // world, cwd=cwd)
-    return json.loads(output.read_text("utf-8"))
-
-
 def start_adapter(setup: Setup) -> Path:
     """Return the folder of the adapter from which both sides of a LoRA stage start.
 
@@ -486,18 +470,6 @@ def measured(setup: Setup, name: str) -> dict[str, Any]:
     if record is None:
         raise ResultsError(f"the stage {name} has to run before")
     return record["figures"]
-
-
-def fresh(path: Path) -> Path:
-    """Remove a folder that an earlier call left; return its path."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def run_file(run: Path, suffix: str) -> Path:
-    """Return the path of a file next to the folder of a run."""
-    return run.with_name(f"{run.name}.{suffix}")
 
 
 ROWS = ("model", "pairs")
@@ -551,6 +523,14 @@ STAGES = [
         inputs=ROWS,
         after=tuple(KINDS),
         minutes=3,
+    ),
+    Stage(
+        "distillation",
+        "a student of a third of the layers",
+        run_distillation,
+        distillation_sizes,
+        inputs=("model", "text"),
+        minutes=8,
     ),
 ]
 """The measured stages, in their order. A new one needs a section in `results_page.SECTIONS`."""

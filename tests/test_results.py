@@ -529,6 +529,42 @@ def test_a_missing_peer_is_in_the_page_of_a_dry_run_too(tmp_path) -> None:
     assert "**The peer was not measured: why.**" in text
 
 
+def distilled(taught: float) -> dict[str, Any]:
+    shape = {"teacher_layers": 30, "student_layers": 10}
+    shape |= {"teacher_parameters": 135e6, "student_parameters": 64e6}
+    run = {"step_seconds": 1.0, "peak": 2e9, "curve": [[1, 4.0], [2, 3.0]]}
+    runs = {"finetune": run, "distill": run | {"agreement": [0.1, 0.4]}}
+    perplexities = {"teacher": 30.0, "student at the start": 5e4}
+    perplexities |= {"without the teacher": 100.0, "with the teacher": taught}
+    held_out = {name: {"perplexity": value, "tokens": 9} for name, value in perplexities.items()}
+    return {"student": shape, "rows": {}, "runs": runs, "held_out": held_out}
+
+
+@pytest.mark.parametrize(("taught", "words"), [(90.0, "is lower: 0.90 of"), (101.0, "**not lower")])
+def test_the_page_says_whether_a_teacher_helped(tmp_path, taught: float, words: str) -> None:
+    from results_distillation import distillation_sizes
+    from results_page import write_page
+
+    page = tmp_path / "results.md"
+    entry = record("distillation", distilled(taught), settings=distillation_sizes(False))
+    write_page(records(distillation=entry), KEYS, "c1", page, tmp_path / "README.md")
+    (part,) = (p for p in page.read_text().split("\n## ") if p.startswith("Distillation"))
+    assert words in part
+    assert f"| with the teacher | {taught:.2f} | 1.00 | 2.00 |" in part
+    assert "10.0% of the tokens in the first step and 40.0%" in part
+    assert (tmp_path / "assets" / "results" / "distillation.svg").is_file()
+
+
+def test_rows_of_text_have_whole_paragraphs_and_fit() -> None:
+    from results_distillation import iterate_rows
+
+    def tokenizer(text: str, **_: Any) -> dict[str, list[str]]:
+        return {"input_ids": text.split()}
+
+    text = "a b\n\nc\n\nd e f\n\n" + "g " * 9 + "\n\nh\n\ni"
+    assert [*iterate_rows(text, tokenizer, 4)] == ["a b\n\nc", "d e f", "h\n\ni"]
+
+
 # ---- The configs ---------------------------------------------------------------------------------
 
 
@@ -583,8 +619,8 @@ def test_a_tiny_run_of_all_stages_ends_and_a_second_one_measures_nothing(tmp_pat
     (ranks,) = json.loads((folder / "ranks.json").read_text())["figures"]["kinds"].values()
     assert ranks["one_rank_loss"] < 1e-4
     again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    assert again.stdout.count("done at commit") == 7
+    assert again.stdout.count("done at commit") == 8
     listed = subprocess.run(
         [*command, "--list"], capture_output=True, text=True, timeout=100, check=True
     )
-    assert listed.stdout.count("done at") == 7
+    assert listed.stdout.count("done at") == 8
