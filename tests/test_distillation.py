@@ -283,20 +283,32 @@ def distill(world_size: int, output: str, *flags: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one(folder: Path) -> None:
+@pytest.mark.parametrize("packing", ["bfd", "none"])
+def test_two_and_three_ranks_are_one(folder: Path, packing: str) -> None:
+    write_config(train={"global_batch_size": 6}, data={"packing": packing})
     one = distill(1, "one")
-    two = distill(2, "two")
-    for a, b in zip(one, two, strict=True):
-        for name in ("loss", "kl", "cross_entropy", "agreement", "grad_norm"):
-            assert b[name] == pytest.approx(a[name], rel=1e-4), name
-        for name in ("eval_loss", "eval_perplexity", "eval_kl", "eval_agreement", "eval_accuracy"):
-            assert (name in a) == (name in b) == (a["step"] % 3 == 0)
-            assert b.get(name, 0) == pytest.approx(a.get(name, 0), rel=1e-4), name
+    for world in (2, 3) if packing == "bfd" else (3,):
+        for a, b in zip(one, distill(world, f"ranks-{world}"), strict=True):
+            for name in ("loss", "kl", "cross_entropy", "agreement", "grad_norm"):
+                assert b[name] == pytest.approx(a[name], rel=1e-4), (world, name)
+            for name in ("eval_loss", "eval_perplexity", "eval_kl", "eval_agreement"):
+                assert (name in a) == (name in b) == (a["step"] % 3 == 0)
+                assert b.get(name, 0) == pytest.approx(a.get(name, 0), rel=1e-4), (world, name)
     first, last = one[0], one[-1]
     assert last["kl"] < first["kl"]
     assert first["loss"] == pytest.approx(
         0.2 * first["cross_entropy"] + 0.8 * 4 * first["kl"], rel=1e-4
     )
+
+
+@pytest.mark.slow
+def test_packed_rows_are_padded_ones(folder: Path) -> None:
+    """Both evaluate the same tokens of a model that does not change."""
+    write_config(optim={"learning_rate": 1e-12}, train={"max_steps": 1, "eval_steps": 1})
+    packed, padded = (distill(2, p, "--data.packing", p)[-1] for p in ("bfd", "none"))
+    for metric in ("eval_loss", "eval_kl", "eval_agreement"):
+        assert packed[metric] == pytest.approx(padded[metric], rel=1e-5), metric
+    assert packed["eval_kl"] > 0.01
 
 
 @pytest.mark.slow

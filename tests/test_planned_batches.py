@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_planning import _save, _wide
 
-from toolkit.config import FinetuneConfig, parse
+from toolkit.config import DistillConfig, FinetuneConfig, parse
 from toolkit.config.lora import LoraConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import RunConfig
@@ -17,6 +17,7 @@ from toolkit.data.row_formats import find_row_format
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.pieces import Piece
 from toolkit.data.samples.sample_shape import SampleShape
+from toolkit.models import build_on_meta
 from toolkit.objectives.largest_batch import largest_batch
 from toolkit.objectives.objective import Objective
 from toolkit.planning import fake_ranks
@@ -160,3 +161,32 @@ def test_a_plan_of_a_stream_counts_the_forward_of_its_reference(model: Path) -> 
     (known, peak), (streamed, peak_of_stream) = planned(False), planned(True)
     assert 1.4 < streamed / known < 1.6  # with a frozen base 6 instead of 4 products
     assert peak_of_stream == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.plans
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_live_teacher_takes_what_the_plan_says(model: Path, tmp_path: Path, world: int) -> None:
+    """The peak and what is held are those of real tensors; a plan without the teacher misses."""
+    settings = {
+        "model.name_or_path": model,
+        "model.init": "random",
+        "teacher.name_or_path": _save(_wide("llama", layers=8), tmp_path),
+        "teacher.dtype": "float32",
+        "data.sequence_length": LENGTH,
+        "data.packing": "bfd",
+        "train.per_device_train_batch_size": ROWS,
+        "sharding.param_dtype": "float32",
+    }
+    cfg = parse(DistillConfig, [f"--{name}={value}" for name, value in settings.items()])
+    planned, (measured, _) = (
+        simulate(cfg, world, device_type="cpu", gloo=False),
+        measure(cfg, world, CPU),
+    )
+    print(f"{world} ranks: planned {planned.peak.nbytes:,}, measured {measured:,}")
+    assert 0.95 <= planned.peak.nbytes / measured <= 1.05
+    alone = parse(FinetuneConfig, [f"--{n}={v}" for n, v in settings.items() if "teacher" not in n])
+    without = simulate(alone, world, device_type="cpu", gloo=False)
+    assert without.peak.nbytes / measured < 0.9
+    teacher = build_on_meta(cfg.teacher)
+    held = planned.state.parameters - without.state.parameters
+    assert held * world == pytest.approx(sum(4 * p.numel() for p in teacher.parameters()), rel=0.01)
