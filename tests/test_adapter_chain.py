@@ -164,6 +164,7 @@ def loaded(adapters: Path) -> list[dict[str, Any]]:
     return run_ranks(load_all, 3, str(adapters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_checkpointing`")
 def test_three_ranks_hold_what_peft_loads(loaded, adapters: Path, name: str) -> None:
@@ -182,6 +183,7 @@ def test_three_ranks_hold_what_peft_loads(loaded, adapters: Path, name: str) -> 
     assert float((expected - plain).abs().max()) > 1e-3  # the control
 
 
+@pytest.mark.slow
 def test_values_that_do_not_arrive_are_refused(loaded) -> None:
     for said in loaded:
         assert "do not hold in memory what its file holds, such as base_model" in said["refused"]

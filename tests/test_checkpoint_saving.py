@@ -260,12 +260,14 @@ def behind(tmp_path_factory) -> tuple[list[dict], Path]:
     return run_ranks(go_on_behind, 2, str(folder), str(root)), root
 
 
+@pytest.mark.slow
 def test_on_the_same_ranks_nobody_reads_what_is_not_its_own(behind):
     found = [rank["columns"] for rank in behind[0]]
     assert sum(f["own"] for f in found) == (35 + 200_000) * 4
     assert all(f["own"] < f["read"] < 1.05 * f["own"] for f in found)
 
 
+@pytest.mark.slow
 def test_the_loop_goes_on_and_the_checkpoint_is_that_of_the_call(behind):
     found, root = behind
     for rank in found:
@@ -281,6 +283,7 @@ def test_the_loop_goes_on_and_the_checkpoint_is_that_of_the_call(behind):
             assert entry == behind_loop["files"][name], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["wait", "save"])
 def test_a_failure_behind_the_loop_is_raised_on_every_rank(behind, how):
     for rank in behind[0]:
@@ -290,6 +293,7 @@ def test_a_failure_behind_the_loop_is_raised_on_every_rank(behind, how):
         assert rank["recovered"] == [2]
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_one_rank_is_told_once(behind):
     kinds, texts, silent = zip(*(rank["small"] for rank in behind[0]), strict=True)
     assert set(kinds) == {StorageError}

@@ -257,7 +257,7 @@ def all_ranks(folders: dict[str, str], root: Path, name: str) -> dict[int, dict[
 
 
 RIGHT = [name for name, case in CASES.items() if not case[4]]
-QUICK = ("in full", "KTO")
+QUICK = ("in full",)
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,7 @@ def steps(rank: int, world: int, folders: dict[str, str]) -> dict[Any, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_any_ranks_and_any_accumulation_give_the_gradient_of_one_process(any_ranks, folders):
     found = any_ranks
     expected = {kind: reference(folders[kind]) for kind in KINDS}
@@ -348,6 +349,7 @@ def averages(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     return {n: whole(p.grad) for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_mean_per_rank_is_seen(any_ranks, folders):
     """The control: ranks with unequal counts weighted alike are far from the same gradient."""
     found = any_ranks

@@ -164,6 +164,7 @@ def alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_every_end_of_a_case_is_told(tmp_path, capfd):
     import gpu
     import gpu_ledger
@@ -204,6 +205,7 @@ def test_every_end_of_a_case_is_told(tmp_path, capfd):
     assert "- passes" not in owed
 
 
+@pytest.mark.slow
 def test_a_call_ends_within_its_deadline(tmp_path):
     import gpu
     import gpu_ledger
@@ -219,6 +221,7 @@ def test_a_call_ends_within_its_deadline(tmp_path):
     assert set(status.values()) <= {"ended", "timeout"}
 
 
+@pytest.mark.slow
 def test_nothing_runs_beside_a_timed_case(tmp_path):
     import gpu
     import gpu_ledger
@@ -302,6 +305,7 @@ def test_cases_come_as_they_are_owed(tmp_path):
     assert changed == [*owed, "of c3", "mended"]
 
 
+@pytest.mark.slow
 def test_a_second_call_goes_on(tmp_path):
     import gpu
     import gpu_ledger

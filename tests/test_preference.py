@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -213,27 +214,24 @@ def empty(cfg: PreferenceConfig, packing: Any, values: Any) -> Batch:
     return shape.batch([sample])
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, bool], dict[str, Any]]:
-    return {
-        (packing, lora): run_ranks(of_ranks, 1, packing, lora)[0]
-        for packing in ("none", "bfd")
-        for lora in (False, True)
-    }
+@cache
+def run_alone(packing: str, lora: bool) -> dict[str, Any]:
+    """Train in one process; return what `of_ranks` found."""
+    return run_ranks(of_ranks, 1, packing, lora)[0]
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("packing", [slow("none"), "bfd"])
 @pytest.mark.parametrize("world", [2, slow(3)])
-def test_unequal_ranks_are_one_process(alone, world: int, packing: str, lora: bool) -> None:
+def test_unequal_ranks_are_one_process(world: int, packing: str, lora: bool) -> None:
     for found in run_ranks(of_ranks, world, packing, lora):
-        assert_same_steps(found, alone[packing, lora])
+        assert_same_steps(found, run_alone(packing, lora))
 
 
-def test_one_process_on_ranks_is_trls(alone) -> None:
+def test_one_process_on_ranks_is_trls() -> None:
     for name in [name for name in PAIRED if name not in SORTED]:
-        assert alone["none", False][name][0] == pytest.approx(FIGURES[name]["loss"], rel=1e-5)
-        assert alone["bfd", False][name][0] == pytest.approx(FIGURES[name]["loss"], rel=1e-5)
+        assert run_alone("none", False)[name][0] == pytest.approx(FIGURES[name]["loss"], rel=1e-5)
+        assert run_alone("bfd", False)[name][0] == pytest.approx(FIGURES[name]["loss"], rel=1e-5)
 
 
 def kto_of_ranks(rank: int, world: int, packing: str) -> tuple[float, dict[str, Any]]:
