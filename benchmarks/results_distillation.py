@@ -109,24 +109,22 @@ def write_texts(setup: Setup, sizes: dict[str, Any]) -> dict[str, int]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(setup.need("model"))
-    counts = {}
-    wanted = {"train": sizes["steps"] * sizes["batch"], "held_out": sizes["held_out"]}
+    row_counts = {"train": sizes["steps"] * sizes["batch"], "held_out": sizes["held_out"]}
     for name, source in (("train", "train.txt"), ("held_out", "val.txt")):
         text = (setup.data / source).read_text("utf-8")
         rows = []
         for row in iterate_rows(text, tokenizer, sizes["max_tokens"] - 2):
             rows.append({"text": row})
-            if len(rows) == wanted[name]:
+            if len(rows) == row_counts[name]:
                 break
-        if len(rows) < wanted[name]:
-            raise ResultsError(f"expected {wanted[name]} rows of {source}, found {len(rows)}")
+        if len(rows) < row_counts[name]:
+            raise ResultsError(f"expected {row_counts[name]} rows of {source}, found {len(rows)}")
         write_jsonl(setup.data / f"texts_{name}.jsonl", rows)
-        counts[name] = len(rows)
-    return counts
+    return row_counts
 
 
 def iterate_rows(text: str, tokenizer: Any, max_tokens: int) -> Iterator[str]:
-    """Join paragraphs to rows of at most `max_tokens` tokens. A longer paragraph is left out."""
+    """Join paragraphs to rows of at most `max_tokens` tokens. Longer paragraphs are dropped."""
     row = ""
     for paragraph in text.split("\n\n"):
         longer = f"{row}\n\n{paragraph}" if row else paragraph
