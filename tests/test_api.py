@@ -6,7 +6,7 @@ import pydoc
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -364,8 +364,8 @@ def test_the_stop_button_saves_a_checkpoint(chat_model: Path, tmp_path: Path, mo
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
-    """Return a function that makes a shell script the command; its result lists what is printed."""
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[str]]]:
+    """Yield a function that makes a shell script the command; its result lists what is printed."""
 
     def install(script: str) -> list[str]:
         command, printed = tmp_path / "command", []
@@ -375,7 +375,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], lis
         monkeypatch.setattr(api, "print", lambda line, **_: printed.append(line), raising=False)
         return printed
 
-    return install
+    # A shell starts background jobs with SIGINT ignored, which their children inherit.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield install
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_run_stopped_by_a_signal_is_an_error(fake) -> None:
