@@ -74,8 +74,9 @@ def rehearsed(name: str, work: Path) -> dict[str, Any]:
     """Rehearse a config as it is; return what came of it."""
     config = ROOT / "recipes" / "configs" / f"{name}.yaml"
     text = config.read_text("utf-8")
-    (model,) = re.findall(r"^  name_or_path: (\S+)", text, re.MULTILINE)
-    make_model(model, work)
+    model, *frozen = re.findall(r"^  name_or_path: (\S+)", text, re.MULTILINE)
+    for name_or_path in (model, *frozen):
+        make_model(name_or_path, work)
     # The disk of the real run, of up to a terabyte, is not this machine's.
     command = [sys.executable, "-m", "toolkit", "rehearse", str(config), "--skip", "disk", "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(work)}
