@@ -96,7 +96,7 @@ def step_of(
             batch = replace(batch, columns={**batch.columns, **values})
         sharded = sharded_model(kind, world, adapter_dtype, reward)
         model: Any = sharded.model
-        objective = PreferenceLoss(cfg, sharded.mesh.loss)
+        objective = PreferenceLoss(cfg, sharded.mesh.loss, max_pairs=7)
         update = Update(sharded, [batch], [objective.counts(batch)])
         with Reductions() as reductions:
             for own in update:
