@@ -330,7 +330,7 @@ def distillation_lines(figures: dict[str, Any], settings: dict[str, Any]) -> lis
     lines = [
         f"The model, with {shape['teacher_layers']} layers and "
         f"{shape['teacher_parameters'] / 1e6:.0f} million parameters, is the teacher of a student "
-        f"that starts with one of {settings['layer_stride']} of its layers: "
+        f"that starts with one in {settings['layer_stride']} of its layers: "
         f"{shape['student_layers']} layers, {shape['student_parameters'] / 1e6:.0f} million "
         f"parameters. {settings['steps']} steps of {settings['batch']} rows of Shakespeare of at "
         f"most {settings['max_tokens']} tokens, fp32: by `recipes/finetune.py`, and by "
