@@ -79,8 +79,8 @@ def save_tiny_model(
 def pytest_runtest_makereport(item, call):
     """Skip what torch itself cannot compute with other processor instructions than the machine has.
 
-    With ATEN_CPU_CAPABILITY=default or avx2 on a processor with AVX-512 and bf16, torch 2.13 chooses
-    an attention kernel for bf16 that then refuses to run.
+    With ATEN_CPU_CAPABILITY=default or avx2 on a processor with AVX-512 and bf16, torch 2.13
+    chooses an attention kernel for bf16 that then refuses to run.
     """
     report = yield
     fault = "pack_vnni2 is only supported when avx512"
