@@ -33,6 +33,10 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@touch $@
 	@echo 'install    done: $(BIN)/toolkit'
 
+# torchao, for the tests of float8 only: transformers and PEFT would import it from the environment.
+$(VENV)/extras/float8: $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --target $@ torchao
+
 install: $(VENV)/.installed  ## Create .venv with the toolkit and its dependencies
 
 demo: install  ## Train a small model, export it, reload it, generate text (FRESH=1 starts from scratch)
@@ -44,7 +48,7 @@ demo-finetune: install  ## Fine-tune the demo's model with LoRA, merge it, compa
 test: install  ## Run the fast tests (minutes)
 	$(PYTEST) -m 'not slow and not faults and not plans'
 
-test-slow: install  ## Run the slow tests: real launches, many repeats
+test-slow: install $(VENV)/extras/float8  ## Run the slow tests: real launches, many repeats
 	$(PYTEST) -m 'slow and not long'
 
 test-all: test test-slow  ## Run the fast and the slow tests
@@ -55,7 +59,7 @@ test-faults: install  ## Run tests with kills, signals, hangs, lost hosts, full 
 test-plans: install  ## Run plans and rehearsals of full-size models
 	$(PYTEST) -m 'plans and not long'
 
-test-rest: install  ## Run the slow tests, faults and plans
+test-rest: install $(VENV)/extras/float8  ## Run the slow tests, faults and plans
 	$(PYTEST) -m '(slow or faults or plans) and not long'
 
 test-long: install  ## Run the longest tests: a dry run of make gpu, plans of most ready configs, two guides

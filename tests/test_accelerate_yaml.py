@@ -217,7 +217,7 @@ def test_precisions_that_are_not_to_be_had(environment, translated) -> None:
     env = environment({"fsdp_version": 2}) | {"ACCELERATE_MIXED_PRECISION": "fp8"}
     settings, notes = accelerate_yaml.translate_environment(env)
     assert settings == {"sharding.param_dtype": "bfloat16"}
-    assert "float8 training is not supported" in notes[0]
+    assert "set model.float8" in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def _add_local_tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
 
     If the tokenizer has to be trained or depends on rows from the Hub, it is not filled in.
     """
-    model = replace(use_model_tokenizer(model), kernels="none")
+    model = replace(use_model_tokenizer(model), kernels="none", float8="none")
     if not find_row_format(cfg.rows).is_documents or model.train_tokenizer or _has_remote_rows(cfg):
         return model
     return prepare_tokenizer(model, replace(cfg.data, streaming=True), Path(cfg.output_dir))
@@ -211,15 +211,14 @@ def check_packages(start: RunStart) -> str:
             f"model.attn_implementation {kernel} needs {' or '.join(packages)}, which cannot be "
             "imported here; pip install it, or set sdpa"
         )
-    settings = {}
-    if cfg.model.kernels == "liger":
-        settings["liger_kernel"] = "model.kernels: liger"
-    if cfg.adapters and cfg.adapters.load_in_4bit:
-        settings["bitsandbytes"] = "lora.load_in_4bit"
-    if cfg.optim.optim == "adamw_8bit":
-        settings["bitsandbytes"] = "optim.optim: adamw_8bit"
-    for package, setting in settings.items():
-        if importlib.util.find_spec(package) is None:
+    needed = [
+        ("liger_kernel", "model.kernels: liger", cfg.model.kernels == "liger"),
+        ("torchao", "model.float8", cfg.model.float8 != "none"),
+        ("bitsandbytes", "lora.load_in_4bit", cfg.adapters and cfg.adapters.load_in_4bit),
+        ("bitsandbytes", "optim.optim: adamw_8bit", cfg.optim.optim == "adamw_8bit"),
+    ]
+    for package, setting, is_used in needed:
+        if is_used and importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"{setting} needs {package}, which cannot be imported here; pip install "
                 f"{package.replace('_', '-')}, or leave it out"
@@ -325,7 +324,7 @@ def build_model(start: RunStart) -> str:
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
     models.check_usable(cfg.model, cfg.data.sequence_length, start.device)
     start.model_cfg = start.add_tokenizer(model_settings(cfg))
-    start.model = models.prepare(start.model_cfg)
+    start.model = models.prepare(start.model_cfg, start.device)
     loading.check_weights_fit(start.model, cfg.model)
     count = sum(p.numel() for p in start.model.parameters())
     return f"{models.model_class_name(start.model)}, {count:,} parameters"

@@ -115,8 +115,8 @@ def _set_precision(env: Env, settings: dict[str, Any], notes: list[str]) -> None
         )
     if precision == "fp8":
         notes.append(
-            "mixed_precision fp8: float8 training is not supported; the computation is in bfloat16 "
-            "(sharding.param_dtype)"
+            "mixed_precision fp8: the computation is in bfloat16 (sharding.param_dtype); set "
+            "model.float8 for linear layers in float8"
         )
     settings["sharding.param_dtype"] = "float32" if precision == "no" else "bfloat16"
 

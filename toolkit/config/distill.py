@@ -20,6 +20,7 @@ _WITHOUT_EFFECT = (
     "resize_embeddings",
     "frozen_parameters",
     "kernels",
+    "float8",
 )
 
 

@@ -63,6 +63,12 @@ class ModelConfig:
     kernels: Literal["none", "liger"] = "none"
     """`liger`: use Liger's Triton kernels for norms, rotary embeddings and gated MLPs. Useful
     without torch.compile. Needs liger-kernel and a GPU. The loss remains the toolkit's."""
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """Compute the linear layers of the decoder layers in float8, by this recipe of torchao. Weights
+    keep their storage dtype. `tensorwise`, one scale per tensor, is fastest and also gathers the
+    weights in float8. `rowwise`, one scale per row, rounds less. `rowwise_with_gw_hp` also computes
+    the gradients of weights in bfloat16. Needs torchao and an NVIDIA GPU from compute capability
+    8.9 (rowwise: 9.0), and gains with torch_compile only. Emulated on a CPU."""
     revision: str | None = None
     """Branch, tag or commit of the Hub repository."""
     trust_remote_code: bool = False
@@ -434,6 +440,8 @@ class RunConfig:
                 "and keys, which Liger's rotary kernel overwrites without torch noticing, so "
                 "gradients would be wrong. Set it to full, or remove model.kernels"
             )
+        if self.model.float8 != "none":
+            self._check_float8()
         if self.data.streaming and self.train.max_steps == -1:
             raise ConfigError(
                 "data.streaming needs train.max_steps, because the length of a pass is unknown"
@@ -450,6 +458,18 @@ class RunConfig:
                 f"checkpoint.keep_best needs an evaluation at each save: save_steps {save_steps} "
                 f"must be a multiple of train.eval_steps, got {eval_steps}"
             )
+
+    def _check_float8(self) -> None:
+        """Raise ConfigError for settings with which `model.float8` would not work or not gain."""
+        compiles_model = self.sharding.torch_compile == "model"
+        reasons = {
+            "lora trains adapters on a frozen base, which is not computed in float8": self.adapters,
+            "sharding.cpu_offload moves more than float8 saves": self.sharding.cpu_offload,
+            "sharding.param_dtype must be bfloat16": self.sharding.param_dtype != "bfloat16",
+            "sharding.torch_compile: model was not tried with it; set layer": compiles_model,
+        }
+        if why := [reason for reason, holds in reasons.items() if holds]:
+            raise ConfigError(f"model.float8: {self.model.float8}: {why[0]}. Remove one of them")
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         local_tensor,
         reshard,
         slice_like,
+        wrap_like,
     )
     from toolkit.formats.plain_files import (
         BLOCK,

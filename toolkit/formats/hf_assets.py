@@ -54,6 +54,7 @@ class HFAssets:
     drawn: list[str] = field(default_factory=list)
     """Parameters that the source does not have; they are initialised at random."""
     kernels: str = "none"  # implementation of the layers' kernels (`model.kernels`)
+    float8: str = "none"  # recipe of the layers' float8 products (`model.float8`)
     not_in_4_bits: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> names of matrices that were not quantised for it."""
     drawn_from: int | None = None  # seed of a random start, after the weights are drawn

@@ -45,6 +45,17 @@ def like_dtensor(reference: DTensor, part: torch.Tensor) -> DTensor:
     return DTensor(part.contiguous(), reference._spec, requires_grad=False)  # type: ignore[call-arg]
 
 
+def wrap_like(reference: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Wrap `part` in the tensor subclass of `reference`, without a copy.
+
+    FSDP2 asks the subclass how to gather it, as for float8 weights.
+    """
+    if type(part) is type(reference) or not hasattr(reference, "__tensor_flatten__"):
+        return part
+    [inner], context = reference.__tensor_flatten__()
+    return type(reference).__tensor_unflatten__({inner: part}, context, part.size(), part.stride())
+
+
 def reshard(model: nn.Module) -> None:
     """Free the all-gathered parameters of every FSDP module in `model`, so that only shards remain.
 

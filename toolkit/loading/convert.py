@@ -40,6 +40,7 @@ from toolkit.formats import (
     slice_like,
     split_mapping,
     transformers_private,
+    wrap_like,
 )
 from toolkit.loading.materialisation import place_parameter, set_tensor
 from toolkit.models.causal_lm import model_on_meta
@@ -175,7 +176,8 @@ def run_loader(
     )
 
     def wrap(part: torch.Tensor, reference: DTensor) -> DTensor:
-        return like_dtensor(reference, part)  # does not move the part
+        # Does not move the part.
+        return like_dtensor(reference, wrap_like(reference.to_local(), part))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(core_model_loading, _WRAP, wrap))

@@ -32,6 +32,7 @@ from toolkit.formats import (
     local_tensor,
     slice_like,
     transformers_private,
+    wrap_like,
 )
 from toolkit.models.classes import build_from_config, original_class
 from toolkit.models.layers import tied_families
@@ -201,7 +202,7 @@ def place_parameter(
     """
     value: torch.Tensor = part.to(reference.dtype)
     if isinstance(reference, DTensor):
-        value = like_dtensor(reference, value)
+        value = like_dtensor(reference, wrap_like(reference.to_local(), value))
     if isinstance(reference, nn.Parameter):
         value = nn.Parameter(value, requires_grad=reference.requires_grad)
     value._is_hf_initialized = True  # type: ignore[attr-defined]

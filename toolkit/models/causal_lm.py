@@ -34,6 +34,7 @@ from toolkit.models.classes import (
     model_class_name,
     multimodal_class,
 )
+from toolkit.models.float8 import check_float8, use_float8
 from toolkit.models.kernels import check_kernels, use_kernels
 from toolkit.models.layers import parameters_outside_text, tied_names
 from toolkit.models.patterns import matching_parameters
@@ -252,6 +253,7 @@ def _check_usable_on_this_rank(
     """Run the checks of `check_usable`, which has downloaded the files. Collective."""
     if cfg.kernels == "liger":
         check_kernels(device)
+    check_float8(cfg.float8, device)
     if cfg.trust_remote_code:
         ranks.log_once(
             "WARNING: model.trust_remote_code is on: Python code that comes with "
@@ -283,10 +285,11 @@ def _check_usable_on_this_rank(
 
 
 @ranks.collective
-def prepare(cfg: ModelConfig) -> PreTrainedModel:
-    """Build the model of `cfg` on meta for training, with the kernels of `cfg.kernels`. Collective.
+def prepare(cfg: ModelConfig, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """Build the model of `cfg` on meta for training on `device`. Collective.
 
-    Call it after `check_usable`.
+    Its layers get the kernels of `cfg.kernels` and compute in the dtype of `cfg.float8`. Call it
+    after `check_usable`.
 
     Raises:
         ModelError: as in `build_on_meta`; also if tokens attend to later ones (BERT without
@@ -310,6 +313,7 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
             )
     if cfg.kernels == "liger":
         use_kernels(model)
+    use_float8(model, cfg.float8, device)
     return model
 
 

@@ -87,8 +87,9 @@ def is_adapter(name: str) -> bool:
 def _model_settings(cfg: PreferConfig) -> ModelConfig:
     """Return the settings of the reference model, or of its base if it is an adapter."""
     assert cfg.preference.reference is not None
+    plain: Any = {"kernels": "none", "float8": "none"}
     if is_adapter(cfg.preference.reference):
-        return replace(cfg.model, dtype="auto", frozen_parameters=[], kernels="none")
+        return replace(cfg.model, dtype="auto", frozen_parameters=[], **plain)
     return replace(
         cfg.model,
         name_or_path=cfg.preference.reference,
@@ -98,7 +99,7 @@ def _model_settings(cfg: PreferConfig) -> ModelConfig:
         resize_embeddings=False,
         frozen_parameters=[],
         revision=None,
-        kernels="none",
+        **plain,
     )
 
 

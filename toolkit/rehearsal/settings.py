@@ -44,13 +44,14 @@ def settings_for_cpu(cfg: Any) -> Any:
 
 
 def _without_gpu_kernels(model: ModelConfig) -> ModelConfig:
-    """Return a model's settings without custom kernels and without attention kernels for GPUs.
+    """Return a model's settings without custom kernels, float8 and attention kernels for GPUs.
 
     `attn_implementation` becomes None if it needs a GPU, so that transformers chooses a kernel.
     """
     kernel = model.attn_implementation or ""
     needs_gpu = any(part in kernel for part in _GPU_ATTENTION)
-    return replace(model, kernels="none", attn_implementation=None if needs_gpu else kernel or None)
+    attention = None if needs_gpu else kernel or None
+    return replace(model, kernels="none", float8="none", attn_implementation=attention)
 
 
 def plan_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:

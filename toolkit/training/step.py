@@ -22,6 +22,7 @@ from toolkit.data.samples.batch import Batch
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
 from toolkit.mesh import View
+from toolkit.models.float8 import gathers_float8, precompute_scales
 from toolkit.sharding.fsdp import Sharded
 from toolkit.training.guards import watchdog
 from toolkit.training.guards.bad_steps import Spikes
@@ -200,6 +201,8 @@ class Update:
                 is_good &= ~spike
             _step_if_good(is_good, optimizer)
             optimizer.zero_grad()
+            if gathers_float8(model):
+                precompute_scales(model)
             balance = None if self._router is None else self._router.finish_step(is_good)
         self._sharded.accumulation.end(device, len(self._batches))
         return StepStats(
