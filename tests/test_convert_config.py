@@ -121,6 +121,11 @@ def test_values_mean_what_they_meant() -> None:
             },
         ),
         ("axolotl", {"learning_rate": "2e-5"}, {"optim.learning_rate": 2e-5}),
+        (
+            "axolotl",
+            {"adapter": "qlora", "quantize_moe_experts": True},
+            {"lora.load_in_4bit": True, "lora.quantize_moe_experts": True},
+        ),
         ("axolotl", {"datasets": [{"path": "a.jsonl"}]}, {"data.train_files": "a.jsonl"}),
         (
             "axolotl",
@@ -226,6 +231,10 @@ def test_values_mean_what_they_meant() -> None:
         ({"torch_dtype": "bfloat16"}, "the optimizer updates weights of that dtype"),
         ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "constant_with_warmup has one"),
         ({"load_best_model_at_end": True}, "all checkpoints are kept, the best one among them"),
+        (
+            {"quantize_moe_experts": True, "use_peft": True},
+            "quantize_moe_experts True: the base is not in 4 bits",
+        ),
         ({"load_in_8bit": True, "use_peft": True}, "lora.load_in_4bit: true is the nearest"),
         ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef 0.1: it is config.json's"),
         ({"early_stopping_patience": 3}, "needs train.eval_steps"),

@@ -242,7 +242,9 @@ def test_the_command_trains_and_a_resume_has_the_same_losses(kind, tmp_path):
         "checkpoint.save_steps": 2,
     }
     if kind == "finetune":
-        folder = save_tiny_model(tmp_path / "model", "llama", hidden_size=64, vocab_size=512)
+        folder = save_tiny_model(
+            tmp_path / "model", "llama", hidden_size=64, vocab_size=512, max_position_embeddings=256
+        )
         save_byte_tokenizer(folder)
         settings["model.name_or_path"] = str(folder)
         content = yaml.safe_load(config.read_text())

@@ -10,6 +10,7 @@ from toolkit import ranks
 from toolkit.formats import local_tensor
 from toolkit.models import peft_model
 from toolkit.models.layers import expert_counts, parameters_outside_text
+from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import replace_numbers
 from toolkit.models.reward import reward_head
 from toolkit.tables import format_table, group_numbered_names
@@ -26,6 +27,7 @@ class CoverageRow:
     method: str  # `LoRA`, `rsLoRA`, `DoRA`, `in full`, or `-` (not trained)
     trained: int  # number of trained elements
     part: str  # `layer`, `experts` (routed), `router`, `embedding` (or head), `outside_text`
+    in_4_bits: bool = False
 
     @property
     def elements(self) -> int:
@@ -49,11 +51,12 @@ def coverage_rows(model: nn.Module) -> list[CoverageRow]:
         outside = {id(p) for end in ends if end is not None for p in end.parameters()}
         experts = expert_counts(base)
         outside_text = parameters_outside_text(base)
+        packed = packed_weights(base)
         for name, parameter in base.named_parameters():
             path, _, leaf = name.rpartition(".")
             owner = base.get_submodule(path)
             # Use the shape of the matrix, not that of its packed column.
-            shape = tuple(getattr(owner, "shape", parameter.shape))
+            shape = packed[name].shape if name in packed else tuple(parameter.shape)
             # Each expert may have a bias; these are stacked.
             if len(shape) < 2 or "bias" in leaf:
                 continue
@@ -71,7 +74,7 @@ def coverage_rows(model: nn.Module) -> list[CoverageRow]:
             elif name in layers:
                 method = _method_name(model)
                 trained = sum(p.numel() for p in peft_model.layer_parameters(layers[name]).values())
-            rows.append(CoverageRow(name, shape, method, trained, part))
+            rows.append(CoverageRow(name, shape, method, trained, part, name in packed))
     return rows
 
 
@@ -108,7 +111,9 @@ def coverage_lines(model: nn.Module) -> list[str]:
         names = ", ".join(sorted({_common_ending(row.name) for row in unadapted}))
         share = sum(r.elements for r in unadapted) / total
         remedy = "PEFT has no adapter for them"
-        if all(len(row.shape) > 2 for row in unadapted):
+        if any(row.in_4_bits for row in unadapted):
+            remedy = "lora.quantize_moe_experts keeps them frozen in 4 bits"
+        elif all(len(row.shape) > 2 for row in unadapted):
             remedy = f"lora.target_parameters: [{names}] trains them (without dropout and DoRA)"
         experts_text = f"{names} ({share:.0%} of the base's matrices)"
         lines.append(f"WARNING    the routed experts are not adapted: {experts_text}. {remedy}")

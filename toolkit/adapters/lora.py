@@ -30,7 +30,15 @@ from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
 from toolkit.models.causal_lm import find_fp32_tensors
 from toolkit.models.classes import model_class_name
-from toolkit.models.peft_model import ADAPTER, has_adapters, trained_copies, unwrapped_base
+from toolkit.models.packed_experts import packed_expert_weights
+from toolkit.models.peft_model import (
+    ADAPTER,
+    adapted_modules,
+    adapted_parameters,
+    has_adapters,
+    trained_copies,
+    unwrapped_base,
+)
 from toolkit.models.quantise import quantise_on_meta
 from toolkit.models.reward import HEAD
 
@@ -100,6 +108,17 @@ def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Target
         if spare is None or not unfit:
             raise explain_refusal(model, targets, error) from error
         return _adapt(spare, targets.without(unfit, one_line(error, 120)))
+    if experts := _adapted_packed_experts(adapted):
+        # PEFT renames targets such as `gate_proj` to those of the fused experts of some types.
+        renamed = targets.modules - adapted_modules(adapted).keys()
+        if spare is None or not renamed:
+            raise ModelError(
+                f"lora.target_modules: PEFT would adapt {min(experts)}, which "
+                "lora.quantize_moe_experts keeps in 4 bits; leave the names of its parts (such as "
+                "gate_proj) out of lora.target_modules, or remove lora.quantize_moe_experts"
+            )
+        reason = "PEFT takes these names for experts, which are in 4 bits"
+        return _adapt(spare, targets.without(shortest_suffixes(renamed, targets.names), reason))
     check_adapted(adapted, targets)
     lost = find_lost_adapters(adapted)
     modules = {name.rpartition(".")[0] for name in lost}
@@ -115,11 +134,21 @@ def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Target
     return _adapt(spare, targets.without(shortest_suffixes(modules, targets.names), reason))
 
 
+def _adapted_packed_experts(adapted: nn.Module) -> set[str]:
+    """Return the names of 4-bit weights of fused experts that PEFT has wrapped in an adapter."""
+    with unwrapped_base(adapted) as base:
+        packed = packed_expert_weights(base)
+    return packed.keys() & adapted_parameters(adapted).keys()
+
+
 def _wrap_in_peft(model: PreTrainedModel, targets: Targets) -> "PeftModel":
     """Wrap a model on meta with `get_peft_model`, and suppress PEFT's irrelevant warnings."""
     from peft import get_peft_model
 
     config = _build_peft_config(targets)
+    if targets.all_linear and packed_expert_weights(model):
+        # PEFT's `all-linear` includes the fused experts of some types.
+        config.target_modules = sorted(shortest_suffixes(targets.modules, targets.names))
     with warnings.catch_warnings():
         # PEFT decides the orientation of each module itself, and warns for each.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")

@@ -65,6 +65,9 @@ class LoraConfig:
     """QLoRA: store the linear layers of the base model in 4 bits (needs bitsandbytes)."""
     bnb_4bit_use_double_quant: bool = False
     """Quantise the scales of the 4-bit weights too."""
+    quantize_moe_experts: bool = False
+    """Store the weights of fused experts in 4 bits as well. Each forward dequantises those of one
+    layer. Needs load_in_4bit, and excludes adapters on experts."""
 
     explicit: ClassVar[frozenset[str]] = frozenset()
     """Settings that a file or a flag names, even with their default value; `parse` sets them."""
@@ -80,6 +83,11 @@ class LoraConfig:
         if changed:
             names = ", ".join(f"lora.{setting_name(name)}" for name in changed)
             raise ConfigError(f"{names} has no effect without lora.r; set that, such as to 16")
+        if self.quantize_moe_experts and not self.load_in_4bit:
+            raise ConfigError(
+                "lora.quantize_moe_experts has no effect without lora.load_in_4bit; set that to "
+                "true, or remove the setting"
+            )
 
     @property
     def is_used(self) -> bool:

@@ -60,6 +60,11 @@ class ModelConfig:
     anything."""
     attn_implementation: str | None = None
     """Attention kernel, such as `sdpa` or `flash_attention_2`. Empty: transformers chooses."""
+    experts_implementation: Literal["auto", "eager", "grouped_mm", "batched_mm"] = "auto"
+    """Kernel of fused experts in a mixture of experts: `eager` (a loop over the experts),
+    `grouped_mm` (one grouped product), or `batched_mm` (copies an expert's weights for each of its
+    tokens). `auto`: transformers chooses. Other values are an error if the model has no fused
+    experts."""
     kernels: Literal["none", "liger"] = "none"
     """`liger`: use Liger's Triton kernels for norms, rotary embeddings and gated MLPs. Useful
     without torch.compile. Needs liger-kernel and a GPU. The loss remains the toolkit's."""

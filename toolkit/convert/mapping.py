@@ -56,6 +56,7 @@ _LIGER = (
     *("use_liger_kernel", "use_liger", "liger_kernel", "liger_rope", "liger_rms_norm"),
     *("liger_swiglu", "liger_glu_activation", "liger_layer_norm"),
 )
+_OF_4BIT_BASE = (["bnb_4bit_use_double_quant", "use_bnb_nested_quant"], ["quantize_moe_experts"])
 
 
 class Converter(Keys):
@@ -110,10 +111,8 @@ class Converter(Keys):
         if self.tool == "trl" and source.get("max_length", 0) is None:
             del self.unconverted["max_length"]
             present.add("max_length")
-            self.note(
-                "max_length",
-                "no limit there; 1,024 tokens here unless you set it (data.sequence_length)",
-            )
+            reason = "no limit there; 1,024 tokens here unless you set it (data.sequence_length)"
+            self.note("max_length", reason)
         names = {find_setting(key) for key in present - {"use_peft"}} | present
         defaults = {**TOOL_DEFAULTS[self.tool], **(self.lora if self.has_adapters else {})}
         if rate := DEFAULT_RATES[self.tool].get(self.objective):
@@ -490,7 +489,8 @@ class Converter(Keys):
         self.take("use_peft")
         eight, four = self.take("load_in_8bit")[1], self.take("load_in_4bit")[1]
         if not self.has_adapters:
-            names = [k for k in self.unconverted if k.startswith(("lora_", "bnb_4bit_"))]
+            prefixes = ("lora_", "bnb_4bit_", "quantize_")
+            names = [k for k in self.unconverted if k.startswith(prefixes)]
             for key, value in self.take_all(names).items():
                 self.note(key, "adapters are off there", value)
             if four or eight:
@@ -504,8 +504,8 @@ class Converter(Keys):
             if four is False:
                 self.note("load_in_4bit", "adapter qlora has a base in 4 bits", four)
         if eight:
-            reason = "no 8-bit base: it stays in its dtype"
-            self.note("load_in_8bit", f"{reason}; lora.load_in_4bit: true is the nearest", True)
+            reason = "the base stays in its dtype; lora.load_in_4bit: true is the nearest"
+            self.note("load_in_8bit", reason, True)
         continued = self.take("lora_model_dir", "adapter_name_or_path")[1]
         if continued:
             self._continue_adapter(continued)
@@ -514,12 +514,12 @@ class Converter(Keys):
                 self.settings["lora.r"] = 8
                 self.note("lora_r", "none is given; 8 is set")
             self.convert_targets()
-        double = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant")
-        key, value = self.take(*double)
-        if key and four_bits:
-            self.settings[f"lora.{double[0]}"] = value
-        elif key and key not in self.lora:
-            self.note(key, "the base is not in 4 bits", value)
+        for name, *other in _OF_4BIT_BASE:
+            key, value = self.take(name, *other)
+            if key and four_bits:
+                self.settings[f"lora.{name}"] = value
+            elif key and key not in self.lora:
+                self.note(key, "the base is not in 4 bits", value)
         key, value = self.take("bnb_4bit_quant_type")
         if four_bits and value not in (None, "nf4"):
             self.note(key, "nf4 is what there is", value)

@@ -34,6 +34,7 @@ from toolkit.models.classes import (
     model_class_name,
     multimodal_class,
 )
+from toolkit.models.experts import set_experts_kernel
 from toolkit.models.float8 import check_float8, use_float8
 from toolkit.models.kernels import check_kernels, use_kernels
 from toolkit.models.layers import parameters_outside_text, tied_names
@@ -60,7 +61,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     do not require a gradient. `model.hf_assets` has what loading and exports need.
 
     Raises:
-        ModelError: the folder has no usable config of a causal LM or reward model.
+        ModelError: the folder has no usable config, or a setting has no effect on this model.
     """
     if cfg.trust_remote_code:
         allow_remote_code()
@@ -90,6 +91,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         # The model is built in full precision.
         vars(section).pop(QUANTISED, None)
     model = _instantiate_on_meta(cfg, model_class, config, dtype)
+    set_experts_kernel(model, cfg.experts_implementation)
     for section in (model.config, model.config.get_text_config()):
         # A cache is of no use in training. The export keeps the pristine config.
         section.use_cache = False
@@ -288,8 +290,7 @@ def _check_usable_on_this_rank(
 def prepare(cfg: ModelConfig, device: torch.device | str = "cpu") -> PreTrainedModel:
     """Build the model of `cfg` on meta for training on `device`. Collective.
 
-    Its layers get the kernels of `cfg.kernels` and compute in the dtype of `cfg.float8`. Call it
-    after `check_usable`.
+    Its layers use `cfg.kernels` and `cfg.float8`. Call it after `check_usable`.
 
     Raises:
         ModelError: as in `build_on_meta`; also if tokens attend to later ones (BERT without

@@ -13,7 +13,7 @@ some CPUs.) A forward splits the gathered column into views, without a copy.
 
 import copy
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,16 +21,26 @@ from torch import nn
 from toolkit.config.lora import LoraConfig
 from toolkit.errors import ConfigError, one_line
 
+if TYPE_CHECKING:
+    from toolkit.models.packed_experts import PackedExpertStack
+
+PackedWeight: TypeAlias = "PackedLinear | PackedExpertStack"
+
 BLOCK = 64  # values that share a scale
 QUANT_TYPE = "nf4"
-_SCALES = 256  # scales that share a scale, with double quantisation
+SCALES = 256  # scales that share a scale, with double quantisation
 _ALIGNED = 16  # bytes to which every part of a column is aligned
 
 
-def packed_weights(model: nn.Module) -> dict[str, "PackedLinear"]:
-    """Return weight name -> layer for each 4-bit weight, under all names of tied weights."""
-    modules = model.named_modules(remove_duplicate=False)
-    return {f"{name}.weight": m for name, m in modules if isinstance(m, PackedLinear)}
+def packed_weights(model: nn.Module) -> dict[str, "PackedWeight"]:
+    """Return weight name -> layer or experts for each 4-bit weight; tied ones have all names."""
+    packed: dict[str, PackedWeight] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, PackedLinear):
+            packed[f"{name}.weight"] = module
+        stacks: dict[str, PackedExpertStack] = getattr(module, "packed_stacks", {})
+        packed |= {f"{name}.{leaf}": stack for leaf, stack in stacks.items()}
+    return packed
 
 
 def count_values(model: nn.Module) -> int:
@@ -64,7 +74,7 @@ class PackedLinear(nn.Module):
         self.double_quant = cfg.bnb_4bit_use_double_quant
         self.source_dtype = linear.weight.dtype
         """Dtype of the values that are quantised, and of what the backward dequantises."""
-        self.parts, self.nbytes = _column_layout(self.elements, self.double_quant)
+        self.parts, self.nbytes = column_layout(self.elements, self.double_quant)
         shape = (self.nbytes // storage.itemsize, 1)
         empty = torch.empty(shape, dtype=storage, device=linear.weight.device)
         self.weight = nn.Parameter(empty, requires_grad=False)
@@ -108,11 +118,11 @@ class PackedLinear(nn.Module):
         """
         state: Any
         source = weight.to(self.source_dtype).contiguous()
-        nibbles, state = _quantise_matrix(source, self.quant_type, self.double_quant)
+        nibbles, state = quantise_matrix(source, self.quant_type, self.double_quant)
         values = [nibbles, state.absmax]
         if self.double_quant:
             values += [state.state2.absmax, state.offset]
-        self._tables = _get_code_tables(self.quant_type, self.double_quant, weight.device)
+        self._tables = get_code_tables(self.quant_type, self.double_quant, weight.device)
         column = torch.zeros(self.nbytes, dtype=torch.uint8, device=weight.device)
         for (place, dtype), value in zip(self.parts, values, strict=True):
             column[place] = value.to(dtype).contiguous().reshape(-1).view(torch.uint8)
@@ -127,7 +137,7 @@ class PackedLinear(nn.Module):
         flat = column.detach().reshape(-1).view(torch.uint8)
         values = [flat[place].view(dtype) for place, dtype in self.parts]
         if self._tables is None or self._tables.code.device != column.device:
-            self._tables = _get_code_tables(self.quant_type, self.double_quant, column.device)
+            self._tables = get_code_tables(self.quant_type, self.double_quant, column.device)
         nested: dict[str, Any] = {}
         if self.double_quant:
             second = self._tables.state2
@@ -157,7 +167,7 @@ class PackedLinear(nn.Module):
     _save_to_state_dict = nn.Module._save_to_state_dict
 
 
-def _column_layout(
+def column_layout(
     elements: int, double_quant: bool
 ) -> tuple[tuple[tuple[slice, torch.dtype], ...], int]:
     """Compute at which bytes of a column its 4-bit values and scales are.
@@ -173,7 +183,7 @@ def _column_layout(
     blocks = elements // BLOCK
     kinds = [(elements // 2, torch.uint8), (blocks, torch.float32)]
     if double_quant:
-        second = -(-blocks // _SCALES)
+        second = -(-blocks // SCALES)
         kinds[1:] = [(blocks, torch.uint8), (second, torch.float32), (1, torch.float32)]
     parts = []
     begin = 0
@@ -201,7 +211,7 @@ def packed_linear_class() -> type[PackedLinear]:
     return type("Linear4bit", (PackedLinear, base), attributes)
 
 
-def _get_code_tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
+def get_code_tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
     """Return a cached bitsandbytes state that has the tables from 4-bit codes to values."""
     # The tensors of a plan are fake and have no values, so a run must not use their tables.
     return _create_code_tables(type(torch.empty(0)), quant_type, double_quant, device)
@@ -220,11 +230,11 @@ def _create_code_tables(
         double_quant: quantise the scales, too.
         device: device of the tables.
     """
-    _, state = _quantise_matrix(torch.ones(BLOCK, device=device), quant_type, double_quant)
+    _, state = quantise_matrix(torch.ones(BLOCK, device=device), quant_type, double_quant)
     return state
 
 
-def _quantise_matrix(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tuple[Any, Any]:
+def quantise_matrix(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tuple[Any, Any]:
     """Quantise `weight` with bitsandbytes; return (4-bit values, quantisation state)."""
     functional = import_bitsandbytes().functional
     shared_tables = functional.name2qmap

@@ -28,6 +28,7 @@ from toolkit.models.causal_lm import find_fp32_tensors
 from toolkit.models.classes import model_class_name
 from toolkit.models.layers import decoder_layers, enclosing_module_names, expert_counts
 from toolkit.models.modes import forked_rng
+from toolkit.models.packed_experts import pack_experts_on_meta, packed_expert_weights
 from toolkit.models.patterns import replace_numbers
 from toolkit.models.peft_model import unwrapped_base
 
@@ -61,8 +62,9 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
     """Replace the linear layers in the decoder layers by packed 4-bit ones, in place. Collective.
 
     Call it before `add_adapters` and `apply_fsdp`. Embedding, head, routers and modules that are
-    not an `nn.Linear` (fused experts, convolutions) keep their dtype; `describe_quantisation` lists
-    them. The method is QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights].
+    not an `nn.Linear` (convolutions) keep their dtype; `describe_quantisation` lists them. So do
+    fused experts without `cfg.quantize_moe_experts`; see [Note: packed experts]. The method is
+    QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights].
 
     Args:
         model: on meta, without adapters.
@@ -70,12 +72,16 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
         param_dtype: name of the dtype in which FSDP2 computes.
 
     Raises:
-        ModelError: no layer can be quantised, or `lora.target_parameters` names the weight of a
-            layer that is quantised.
+        ModelError: no layer can be quantised, `lora.target_parameters` names the weight of a
+            layer that is quantised, or fused experts cannot be quantised.
     """
     make = packed_linear.packed_linear_class()
     dtype = getattr(torch, param_dtype)
     chosen, unpacked = _choose_layers(model, cfg)
+    if cfg.quantize_moe_experts:
+        experts = pack_experts_on_meta(model, cfg, dtype)
+        remaining = {why: [n for n in names if n not in experts] for why, names in unpacked.items()}
+        unpacked = {why: names for why, names in remaining.items() if names}
     if not chosen:
         raise ModelError(
             f"lora.load_in_4bit: {model_class_name(model)} has no linear layer to quantise in its "
@@ -251,9 +257,12 @@ def describe_quantisation(model: nn.Module, shards: int) -> str | None:
     nbytes = sum(layer.nbytes for layer in layers)
     plain = sum(layer.elements * layer.source_dtype.itemsize for layer in layers)
     unpacked = _format_reasons(assets_of(base).not_in_4_bits)
+    stacks = len(packed_expert_weights(base))
     return (
         f"{layers[0].quant_type}{', scales quantised too' if layers[0].double_quant else ''}: "
-        f"{len(packed)} linear layers, {elements / (elements + other_elements):.1%} of the decoder "
+        f"{len(packed) - stacks} linear layers"
+        + (f" and {stacks} tensors of fused experts" if stacks else "")
+        + f", {elements / (elements + other_elements):.1%} of the decoder "
         "layers"
         + (f"; not: {unpacked}" if unpacked else "")
         + f"\n{elements / 2 / 1e6:,.2f} MB of 4-bit values and "

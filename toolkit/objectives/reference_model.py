@@ -116,6 +116,7 @@ def _adapter_settings(cfg: PreferConfig) -> LoraConfig | None:
         from_=name,
         load_in_4bit=cfg.lora.load_in_4bit,
         bnb_4bit_use_double_quant=cfg.lora.bnb_4bit_use_double_quant,
+        quantize_moe_experts=cfg.lora.quantize_moe_experts,
     )
     with open_adapter(lora) as source:
         return lora.with_structure(parse_adapter_settings(source.config, name))

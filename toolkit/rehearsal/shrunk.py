@@ -209,7 +209,8 @@ def write_small_reference(
     settings, lora = reference_settings(cfg)
     if lora is not None:
         place = folder / "reference-adapter"
-        write_small_adapter(replace(lora, load_in_4bit=False), build_on_meta(small_model), place)
+        plain = replace(lora, load_in_4bit=False, quantize_moe_experts=False)
+        write_small_adapter(plain, build_on_meta(small_model), place)
     else:
         place = shrink(settings, cfg.sharding.param_dtype, folder / "reference-model").folder
     preference = replace(small_run.preference, reference=str(place))

@@ -8,7 +8,7 @@ from torch import nn
 
 from toolkit.config.settings import ShardingConfig
 from toolkit.formats import DTYPES, assets_of, local_tensor
-from toolkit.models.packed_linear import PackedLinear, packed_weights
+from toolkit.models.packed_linear import PackedWeight, packed_weights
 from toolkit.sharding.fsdp import Sharded
 from toolkit.tables import format_table, group_numbered_names
 
@@ -165,7 +165,7 @@ def _format_export_dtypes(model: nn.Module) -> str:
     return str(stored or "bfloat16").removeprefix("torch.")
 
 
-def _format_storage(parameters: dict[str, Any], packed: dict[str, PackedLinear]) -> str:
+def _format_storage(parameters: dict[str, Any], packed: dict[str, PackedWeight]) -> str:
     """Format the storage dtypes of parameters, joined by "/"; "-" if there are none.
 
     Args:

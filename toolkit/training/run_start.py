@@ -25,6 +25,7 @@ from toolkit.formats.metrics_file import (
 )
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
+from toolkit.models.experts import describe_experts
 from toolkit.models.layers import format_frozen_towers
 from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
@@ -75,6 +76,7 @@ def start_metrics(
         f"model      {models.model_class_name(base_of(model))}, {total / 1e6:,.1f} M parameters"
         + share,
         format_frozen_towers(model),
+        describe_experts(model, cfg.model.experts_implementation),
         *(coverage_lines(model) if has_adapters(model) else []),
         quantise.describe_quantisation(model, 1 if is_base_replicated else sharded.mesh.shards),
         *format_unit_table(sharded, cfg.sharding).splitlines(),
