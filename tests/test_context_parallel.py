@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, run_recipe_ranks
 from sharded import apply_fsdp, relative_difference, sharded_of
 from tiny_models import tiny_class, tiny_config, tiny_model
@@ -340,7 +340,7 @@ def examples(tmp_path_factory) -> Path:
     """Prompts and completions of unequal lengths."""
     file = tmp_path_factory.mktemp("examples") / "rows.jsonl"
     rows = [
-        {"prompt": f"Count to {i}: ", "completion": " ".join(map(str, range(i % 17)))}
+        {"prompt": f"Count to {i}: ", "completion": " ".join(map(str, range(1 + i % 17)))}
         for i in range(1, 120)
     ]
     file.write_text("\n".join(map(json.dumps, rows)) + "\n")
@@ -392,6 +392,16 @@ def test_pretraining_logs_the_same_metrics(tmp_path, tiny_llama, text_file, worl
     assert_same_metrics(shared, alone)
 
 
+@pytest.mark.slow
+def test_the_auxiliary_loss_of_routers_is_that_of_complete_rows(tmp_path, text_file):
+    model = save_tiny_model(save_byte_tokenizer(tmp_path / "model"), "qwen3_moe")
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    flags = ("--train.router_aux_loss", "layer")
+    run("pretrain", 1, settings(model, text_file, alone, *flags))
+    run("pretrain", 2, settings(model, text_file, shared, *SHARED, *flags))
+    assert_same_metrics(shared, alone)
+
+
 FINETUNING = {
     "packed LoRA": ("--lora.r", 4, "--data.packing", "bfd", "--train.eval_prompts", '["Count"]'),
     "padded": ("--data.packing", "none", "--sharding.activation_checkpointing", "full"),
@@ -437,6 +447,7 @@ def test_a_run_refuses_what_cannot_be_divided(tmp_path, text_file):
     folder = tmp_path / "jamba"
     model = tiny_model("jamba")
     model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
     flags = settings(folder, text_file, tmp_path / "run", *SHARED)
     result = run_recipe_ranks("pretrain", 2, *flags, cwd=ROOT)
     assert result.returncode != 0
@@ -466,7 +477,8 @@ def test_a_plan_has_the_activations_of_a_part(tmp_path):
         config.save_pretrained(folder)
         whole, shared = plan_of(folder, 1), plan_of(folder, 4)
         activations = [p.sim.peaks["forward"].kinds["activations"] for p in (whole, shared)]
-        assert 0.15 < activations[1] / activations[0] < 0.5, (kind, activations)
+        # With complete rows, a window is planned with a mask.
+        assert 0.1 < activations[1] / activations[0] < 0.5, (kind, activations)
         assert shared.estimate.tokens_per_step * 4 == whole.estimate.tokens_per_step
         kinds = {key[0] for work in shared.sim.work.values() for key in work.traffic}
         assert "all_to_all" in kinds

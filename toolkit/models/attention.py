@@ -305,8 +305,8 @@ def _attend_across_ranks(
     if key.shape[1] != has_key_heads:
         is_causal = getattr(module, "is_causal", True)
         layer = _KeyGroups(query.shape[1] // key.shape[1], is_causal)
-    heads = [exchange(t, group, 1, 2) for t in (query, key, value)]
-    out, _ = _attention_forward("sdpa", layer, *heads, attention_mask, **options)
+    query, key, value = (exchange(t, group, 1, 2) for t in (query, key, value))
+    out, _ = _attention_forward("sdpa", layer, query, key, value, attention_mask, **options)
     return exchange(out, group, 1, 2), None
 
 

@@ -128,7 +128,9 @@ def _mix_nothing(
     """Return each token's own value, in the interface of an attention function."""
     out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     # Queries and keys take part, so that their positions matter.
-    scores = sum((8 * t.float()).cos().mean(-1) for t in (query, _pad_heads(key, query)))
+    scores = (
+        torch.stack([query.float(), _pad_heads(key, query).float()]).mul(8).cos().sum(0).mean(-1)
+    )
     return (out * (1 + scores[..., None]).to(out.dtype)).transpose(1, 2).contiguous(), None
 
 

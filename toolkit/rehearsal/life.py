@@ -194,10 +194,10 @@ class SmallRun:
         expected_position = _read_position(checkpoint)
         expected_loss = read_metrics(self.run)[-1]["loss"]
         shutil.move(checkpoint, self.before_kill / step_name(LAST_STEP))
-        flags = ("--train.per_device_train_batch_size", str(micro_batch))
+        flags = ["--train.per_device_train_batch_size", str(micro_batch)]
         if parts > 1:
             # The position counts samples, so other ranks may read complete rows.
-            flags = (*flags, "--sharding.context_parallel", "1")
+            flags += ["--sharding.context_parallel", "1"]
         log = self._run_to_end("other_ranks", world_size, *flags)
         position = _read_position(checkpoint)
         loss = read_metrics(self.run)[-1]["loss"]
