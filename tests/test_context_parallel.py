@@ -112,7 +112,7 @@ def context_steps(
 ) -> dict:
     """Return what `step_gradients` has of each kind and sort of rows, on ranks that share rows."""
     cfg = replace(FP32, **settings)
-    found = {}
+    results = {}
     for kind, changes in kinds.items():
         model = tiny_model(kind, **changes).train()
         mesh = init_mesh("cpu", world, cfg)
@@ -123,8 +123,8 @@ def context_steps(
             mine = by_rank[mesh.data.rank :: mesh.data.size]
             parts = mesh.context.rank, mesh.context.size
             micro_batches = [rows_of(packing, lengths, parts) for lengths in mine]
-            found[kind, name] = step_gradients(model, sharded_of(model), micro_batches)
-    return found
+            results[kind, name] = step_gradients(model, sharded_of(model), micro_batches)
+    return results
 
 
 def plain_step(kind: str, changes: dict, name: str) -> tuple[float, int, dict[str, torch.Tensor]]:
@@ -135,8 +135,8 @@ def plain_step(kind: str, changes: dict, name: str) -> tuple[float, int, dict[st
     return step_gradients(model, sharded_of(model), [rows_of(packing, r) for r in by_rank])
 
 
-def compare(found: dict, kinds: dict[str, dict]) -> None:
-    for (kind, name), (loss, tokens, gradients) in found.items():
+def compare(results: dict, kinds: dict[str, dict]) -> None:
+    for (kind, name), (loss, tokens, gradients) in results.items():
         expected_loss, expected_tokens, expected = plain_step(kind, kinds[kind], name)
         assert tokens == expected_tokens, (kind, name)
         assert loss == pytest.approx(expected_loss, rel=2e-6), (kind, name)
@@ -148,16 +148,16 @@ def compare(found: dict, kinds: dict[str, dict]) -> None:
 @pytest.mark.slow
 def test_two_ranks_that_share_rows_have_the_gradients_of_one_process():
     """All kinds, with documents across the border of the parts."""
-    found = run_ranks(context_steps, 2, KINDS, ["packed"], {"context_parallel": 2})
-    compare(found[0], KINDS)
+    results = run_ranks(context_steps, 2, KINDS, ["packed"], {"context_parallel": 2})
+    compare(results[0], KINDS)
 
 
 @pytest.mark.slow
 def test_every_packing_has_the_gradients_of_one_process():
     """In `uneven` one part has no target; in all of them rows have padding."""
     kinds = {"llama": {}, "mistral": {"sliding_window": 9}}
-    found = run_ranks(context_steps, 2, kinds, list(ROWS), {"context_parallel": 2})
-    compare(found[0], kinds)
+    results = run_ranks(context_steps, 2, kinds, list(ROWS), {"context_parallel": 2})
+    compare(results[0], kinds)
     part = rows_of(*ROWS["uneven"][:1], ROWS["uneven"][1][0], (1, 2))
     assert int(part.count) == 0 < int(rows_of("bfd", ROWS["uneven"][1][0], (0, 2)).count)
 
@@ -174,8 +174,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_four_ranks_have_the_gradients_of_one_process(layout):
     kinds = {name: KINDS[name] for name in ("llama", "gemma3_text", "gpt2", "qwen3_moe")}
-    found = run_ranks(context_steps, 4, kinds, ["packed", "wrapped"], LAYOUTS[layout])
-    compare(found[0], kinds)
+    results = run_ranks(context_steps, 4, kinds, ["packed", "wrapped"], LAYOUTS[layout])
+    compare(results[0], kinds)
 
 
 @pytest.mark.slow
@@ -199,8 +199,8 @@ def test_four_ranks_have_the_gradients_of_one_process(layout):
 def test_recomputation_and_compilation_change_nothing(settings):
     kinds = {"llama": {}}
     settings = {"context_parallel": 2, **settings}
-    found = run_ranks(context_steps, 2, kinds, ["packed", "wrapped"], settings)
-    compare(found[0], kinds)
+    results = run_ranks(context_steps, 2, kinds, ["packed", "wrapped"], settings)
+    compare(results[0], kinds)
 
 
 def cut_labels_first(rank: int, world: int) -> Any:
@@ -404,6 +404,7 @@ def test_the_auxiliary_loss_of_routers_is_that_of_complete_rows(tmp_path, text_f
 
 FINETUNING = {
     "packed LoRA": ("--lora.r", 4, "--data.packing", "bfd", "--train.eval_prompts", '["Count"]'),
+    "4 bits": ("--lora.r", 4, "--lora.load_in_4bit", "true", "--data.packing", "wrapped"),
     "padded": ("--data.packing", "none", "--sharding.activation_checkpointing", "full"),
     "streamed": ("--data.streaming", "true", "--train.eval_steps", "null", "--lora.r", 4),
     "smoothed and offloaded": (
@@ -416,9 +417,15 @@ FINETUNING = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FINETUNING)
 def test_finetuning_logs_the_same_metrics(tmp_path, tiny_llama, examples, name):
+    model = tiny_llama
+    if name == "4 bits":
+        pytest.importorskip("bitsandbytes")
+        # Blocks of 64 values are quantised together.
+        folder = save_byte_tokenizer(tmp_path / "model")
+        model = save_tiny_model(folder, hidden_size=64, intermediate_size=64)
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    run("finetune", 1, settings(tiny_llama, examples, alone, *FINETUNING[name]))
-    run("finetune", 2, settings(tiny_llama, examples, shared, *SHARED, *FINETUNING[name]))
+    run("finetune", 1, settings(model, examples, alone, *FINETUNING[name]))
+    run("finetune", 2, settings(model, examples, shared, *SHARED, *FINETUNING[name]))
     assert_same_metrics(shared, alone)
     if name == "packed LoRA":
         answers = [(folder / "samples.jsonl").read_text() for folder in (alone, shared)]
@@ -492,7 +499,7 @@ def test_a_plan_of_a_type_that_cannot_be_divided_is_refused(tmp_path):
         plan_of(tmp_path, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.plans
 def test_a_rehearsal_shares_rows_and_resumes_without(tmp_path, tiny_llama, text_file):
     config = tmp_path / "config.yaml"
     content = {

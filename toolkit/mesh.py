@@ -106,6 +106,13 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
             View(rows.get_local_rank(axis), rows[axis].size(), rows.get_group(axis))
             for axis in (DATA, CP)
         )
+        nodes = ranks.node_indices()
+        if any(node != nodes[rank - rank % parts] for rank, node in enumerate(nodes)):
+            ranks.log_once(
+                f"WARNING: the {parts} ranks that share a row (sharding.context_parallel) are on "
+                "several machines, so each attention layer waits for the network; set it to a "
+                "divisor of the processes of a machine"
+            )
         # A communicator that is created inside a layer would look like a hang.
         context.sum(torch.zeros(1, device=device_type))
     shape: tuple[int, ...] = (replicas, shards)
