@@ -157,8 +157,8 @@ def _compare_parts(model_class: Any, config: PreTrainedConfig, positions: torch.
     with forked_rng(), torch.compiler.set_stance("force_eager"):
         model = build_noisy_copy(model_class, config, device)
         for module in model.modules():
-            if isinstance(own := getattr(module, "config", None), PreTrainedConfig):
-                own._attn_implementation = _MIXES_NOTHING
+            if isinstance(settings := getattr(module, "config", None), PreTrainedConfig):
+                settings._attn_implementation = _MIXES_NOTHING
         torch.manual_seed(1)
         ids = torch.randint(SPECIAL, VOCABULARY, positions.shape)
         run = functools.partial(_compute_logits, model)
