@@ -158,6 +158,8 @@ def _choose_context(cfg: ShardingConfig, world_size: int, model: Any) -> int:
 
     They must divide its processes and the attention heads of the small model.
     """
+    if cfg.context_parallel == 1:
+        return 1
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
     return math.gcd(cfg.context_parallel, world_size, heads if isinstance(heads, int) else 1)
 
