@@ -50,7 +50,7 @@ from toolkit.training.generation import generate
 Reader = Callable[[], Any]
 
 ONE_PROCESS = Run(cast(Any, None), torch.device("cpu"), 0, 1)
-ONE_RANK: Any = types.SimpleNamespace(data=View())
+ONE_RANK: Any = types.SimpleNamespace(data=View(), context=View())
 
 
 # ---- The scene

@@ -77,7 +77,7 @@ def test_only_supervised_positions_have_values_and_count_on_the_disk(
     cfg = load(DistillConfig, "run.yaml", ["--train.max_steps", "100"])
     model_cfg = use_model_tokenizer(model_settings(cfg))
     one_process: Any = Run(None, torch.device("cpu"), 0, 1)  # type: ignore[arg-type]
-    mesh: Any = SimpleNamespace(data=View())
+    mesh: Any = SimpleNamespace(data=View(), context=View())
     data = prepare_data(cfg, build_on_meta(model_cfg), model_cfg, one_process, mesh)
     width, k = 300, 8
     stored = TeacherValues(cfg, width, data, folder, None)

@@ -1,9 +1,10 @@
 """The processes of a run as a mesh, and named groups of its ranks (data, loss, fsdp).
 
 An axis belongs to the mesh, a dim to a tensor. A run uses the axes `dp_replicate` and `dp_shard`;
-`cp` (context parallel) and `ep` (expert parallel) have size 1. Only this file and `ranks` use
-torch's default process group: code that adds up a loss uses `mesh.loss`, code that deals out
-samples uses `mesh.data`.
+`ep` (expert parallel) has size 1. The ranks of the axis `cp` (context parallel) share the tokens of
+each row. They lie within the other two axes: parameters are sharded over them, too. Only this file
+and `ranks` use torch's default process group: code that adds up a loss uses `mesh.loss`, code that
+deals out samples uses `mesh.data`.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from toolkit.errors import ShardingError
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
+DATA = "data"
 CP = "cp"
 EP = "ep"
 
@@ -64,6 +66,8 @@ class Mesh:
     """Ranks that read different samples."""
     loss: View
     """Ranks whose parts of a loss, and of its gradient, are added up."""
+    context: View = View()
+    """Ranks that share the tokens of each row."""
     expert: View = View()
     """Ranks that share the experts of a layer."""
 
@@ -84,7 +88,7 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that read different samples."""
+        """Number of ranks, or of groups with `context_parallel`, that read different samples."""
         return self.data.size
 
 
@@ -93,15 +97,34 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
     """Create the device mesh of all processes, shaped as `mesh_shape` computes. Collective."""
     replicas, shards = mesh_shape(world_size, cfg)
     all_ranks = View(ranks.rank(), world_size, ranks.world_group())
+    data, context, parts = all_ranks, View(), cfg.context_parallel
+    if parts > 1:
+        rows = init_device_mesh(
+            device_type, (world_size // parts, parts), mesh_dim_names=(DATA, CP)
+        )
+        data, context = (
+            View(rows.get_local_rank(axis), rows[axis].size(), rows.get_group(axis))
+            for axis in (DATA, CP)
+        )
+        nodes = ranks.node_indices()
+        if any(node != nodes[rank - rank % parts] for rank, node in enumerate(nodes)):
+            ranks.log_once(
+                f"WARNING: the {parts} ranks that share a row (sharding.context_parallel) are on "
+                "several machines, so each attention layer waits for the network; set it to a "
+                "divisor of the processes of a machine"
+            )
+        # A communicator that is created inside a layer would look like a hang.
+        context.sum(torch.zeros(1, device=device_type))
     shape: tuple[int, ...] = (replicas, shards)
     names: tuple[str, ...] = (DP_REPLICATE, DP_SHARD)
     if replicas == 1:
         shape, names = shape[1:], names[1:]
     return Mesh(
         init_device_mesh(device_type, shape, mesh_dim_names=names),
-        {DP_REPLICATE: replicas, DP_SHARD: shards, CP: 1, EP: 1},
-        data=all_ranks,
+        {DP_REPLICATE: replicas, DP_SHARD: shards, CP: parts, EP: 1},
+        data=data,
         loss=all_ranks,
+        context=context,
     )
 
 
@@ -115,7 +138,8 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
 
     Raises:
         ShardingError: `dp_replicate` x `dp_shard` is not `world_size`, or a value of
-            `reshard_after_forward` does not divide the ranks per replica.
+            `reshard_after_forward` does not divide the ranks per replica, or `context_parallel`
+            does not divide `world_size`.
     """
     replicas = cfg.dp_replicate
     shards = cfg.dp_shard
@@ -127,6 +151,11 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
         raise ShardingError(
             f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
             f"{world_size} processes; set one of them to -1 to derive it from the other"
+        )
+    if world_size % cfg.context_parallel:
+        raise ShardingError(
+            f"sharding.context_parallel {cfg.context_parallel} must divide the {world_size} "
+            "processes of the run; start another number of processes, or set it to a divisor"
         )
     reshard_values: dict[str, bool | int | str] = {
         "reshard_after_forward": cfg.reshard_after_forward
@@ -145,8 +174,8 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
 def data_ranks(world_size: int, cfg: ShardingConfig) -> int:
     """Compute the number of ranks that read different samples; use it for batch sizes.
 
-    Today it is every rank. With an axis whose ranks share their samples, such as context
-    parallelism, it would be less. Raises as `mesh_shape` does.
+    It is every rank, or with `context_parallel` every group of ranks that share their rows. Raises
+    as `mesh_shape` does.
     """
     replicas, shards = mesh_shape(world_size, cfg)
-    return replicas * shards
+    return replicas * shards // cfg.context_parallel

@@ -294,8 +294,7 @@ def check_writable(start: RunStart) -> str:
 def check_hub(start: RunStart, *, create: bool) -> str:
     """Raise HubError if the run could not be published at its end. Collective.
 
-    If `create` is True, a missing repository is created on the Hub. Returns a summary; "" if the
-    run will not be published.
+    If `create` is True, a missing repository is created. Returns a summary; "" without publishing.
     """
     cfg = start.cfg
     base = cfg.model.name_or_path if cfg.adapters else None
@@ -316,16 +315,17 @@ def check_quantisation(start: RunStart) -> str:
 def build_model(start: RunStart) -> str:
     """Build the model on meta without adapters, and store it in `start.model`. Collective.
 
-    Also sets `start.model_cfg`: the model's settings, completed by the tokenizer. Checks the
-    optimizer, the settings and the headers of the weights, too. Takes seconds. Returns a summary:
-    the model's class and number of parameters. Raises a ToolkitError.
+    Also sets `start.model_cfg`: the model's settings, completed by the tokenizer. Checks optimizer,
+    settings and headers of the weights. Takes seconds. Returns a summary. Raises a ToolkitError.
     """
     cfg = start.build_cfg
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
-    models.check_usable(cfg.model, cfg.data.sequence_length, start.device)
+    parts, length = cfg.sharding.context_parallel, cfg.data.sequence_length
+    models.check_usable(cfg.model, length, start.device)
     start.model_cfg = start.add_tokenizer(model_settings(cfg))
     start.model = models.prepare(start.model_cfg, start.device)
     loading.check_weights_fit(start.model, cfg.model)
+    models.check_context_parallel(start.model, parts, length)
     count = sum(p.numel() for p in start.model.parameters())
     return f"{models.model_class_name(start.model)}, {count:,} parameters"
 

@@ -108,6 +108,11 @@ class ShardingConfig:
     dp_replicate. 1 is plain data parallelism, for models that fit on one device. If both are -1 and
     the GPUs are in several machines, each machine holds a copy if the parameters, gradients and
     optimizer state of a rank then take at most 40 % of its memory."""
+    context_parallel: AtLeast1 = 1
+    """Number of consecutive ranks that share each row of tokens, for rows that are too long for one
+    device. Each rank holds an equal part of a row; in attention, each has all tokens of a part of
+    the heads (Ulysses). It divides the number of processes and the attention heads. The product
+    dp_replicate x dp_shard includes these ranks. For pretraining and fine-tuning."""
 
     # ---- Units: modules whose parameters are gathered and freed together
     layer_classes: list[str] = field(default_factory=list)
@@ -519,6 +524,12 @@ class FinetuneConfig(RunConfig):
             raise ConfigError(
                 "model.train_tokenizer is for pretraining; set model.tokenizer_name_or_path, or "
                 "remove it"
+            )
+        noise = getattr(self.train, "neftune_noise_alpha", None)
+        if noise is not None and self.sharding.context_parallel > 1:
+            raise ConfigError(
+                "train.neftune_noise_alpha needs the length of complete samples, but with "
+                "sharding.context_parallel a rank has a part of each; remove one of them"
             )
         if self.adapters is None:
             return

@@ -270,7 +270,7 @@ class Converter(Keys):
                 self.settings[f"sharding.{name}"] = size
         for key, kind in _PARALLEL.items():
             if (size := self.take(key)[1]) not in (None, 1):
-                reason = f"{kind} parallelism is not supported; its ranks become data-parallel ones"
+                reason = f"{kind} parallelism is not converted; its ranks become data-parallel ones"
                 self.note(key, f"{reason}, so the global batch is {size} times as large", size)
 
     def convert_sharding(self) -> None:

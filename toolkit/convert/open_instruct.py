@@ -36,7 +36,7 @@ _NOTED = {
     "reduce_loss": "the loss is the mean over all supervised tokens of a step",
     "sequence_parallel_size": "sequence parallelism is not supported; the ranks share the batch",
     "tensor_parallel_degree": "tensor parallelism is not supported; the ranks share the batch",
-    "context_parallel_degree": "context parallelism is not supported; the ranks share the batch",
+    "context_parallel_degree": "context parallelism is not converted; the ranks share the batch",
     "final_lr_ratio": "set optim.lr_scheduler_kwargs",
     "optimizer_type": "set optim.optim",
     "zero_stage": "FSDP2 shards as ZeRO-3 does (section sharding)",

@@ -275,7 +275,7 @@ def _translate_memory(keys: Keys, out: dict[str, Any]) -> None:
         out["torch_compile"] = "layer"
     for name, kind in (("tensor_parallel_dim", "tensor"), ("context_parallel_dim", "context")):
         if (size := keys.take(name)[1]) not in (None, 1):
-            keys.note(name, f"{kind} parallelism is not supported; the ranks share the batch", size)
+            keys.note(name, f"{kind} parallelism is not converted; the ranks share the batch", size)
     for name, new in (
         ("data_parallel_shard_dim", "dp_shard"),
         ("data_parallel_replicate_dim", "dp_replicate"),

@@ -73,11 +73,13 @@ def prepare_data(
         ConfigError: a setting needs evaluations, and there is nothing to evaluate on.
     """
     encoder = ranks.on_all(lambda: build_encoder(cfg, model_cfg, model))
-    rows = cfg.train.micro_batch
-    choice = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
+    rows, context = cfg.train.micro_batch, mesh.context
+    choose = partial(choose_packing, cfg.data, model, rows, run.device.type, context.size)
+    choice = ranks.on_main(choose)
     if choice.mask is None:
-        attend_within_documents(model)
-    feed = ranks.main_first(partial(build_feed, cfg, encoder, choice, mesh.data.size))
+        attend_within_documents(model, context)
+    part = context.rank, context.size
+    feed = ranks.main_first(partial(build_feed, cfg, encoder, choice, mesh.data.size, part))
     if encoder.row_format.is_chat and encoder.tokenizer is not None:
         if reward_head(model) is not None:
             ranks.log_once(set_reward_position(model, encoder.tokenizer))
@@ -111,7 +113,8 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     model_cfg = use_model_tokenizer(model_settings(cfg))
     model = models.build_on_meta(model_cfg)
     encoder = build_encoder(cfg, model_cfg, model)
-    choice = choose_packing(cfg.data, model, cfg.train.micro_batch)
+    parts = cfg.sharding.context_parallel
+    choice = choose_packing(cfg.data, model, cfg.train.micro_batch, parts=parts)
     feed = build_feed(cfg, encoder, choice, 1)
     if cfg.data.streaming:
         # The data can be streamed. Read all of it, to report what is in it.
@@ -166,7 +169,13 @@ def _use_chat_template(
         assets_of(model).files["chat_template.jinja"] = templates["default"].encode()
 
 
-def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_size: int) -> Feed:
+def build_feed(
+    cfg: RunConfig,
+    encoder: Encoder,
+    choice: "PackingChoice",
+    world_size: int,
+    context: tuple[int, int] = (0, 1),
+) -> Feed:
     """Read and encode the sources of a run, and build the feed of its micro-batches.
 
     Encoded rows are cached on disk. Call this on one rank first, so that other ranks read the
@@ -177,6 +186,7 @@ def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_
         encoder: the encoder of its rows.
         choice: how rows become samples.
         world_size: number of ranks that read different samples.
+        context: rank and size of the group of ranks that share each row.
 
     Returns:
         A `StreamFeed` with `data.streaming`, else a `PreparedFeed`.
@@ -214,6 +224,7 @@ def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_
         borders=choice.mask is None,
         row_format=row_format,
         prompts=cfg.learns_prompts,
+        context=context,
     )
     if not data.streaming:
         prepared = [encode_checked(source) for source in sources]
@@ -278,7 +289,7 @@ class PackingChoice:
 
 
 def choose_packing(
-    data: DataConfig, model: PreTrainedModel, rows: int, device: str = "cpu"
+    data: DataConfig, model: PreTrainedModel, rows: int, device: str = "cpu", parts: int = 1
 ) -> PackingChoice:
     """Choose the packing of a run. `auto` becomes `bfd` if the model supports it, else `none`.
 
@@ -290,12 +301,14 @@ def choose_packing(
         model: the model on meta.
         rows: number of samples in a micro-batch.
         device: type of the device on which the run trains, such as "cuda".
+        parts: number of ranks that share each row. Above 1, a model that needs a mask is refused.
 
     Raises:
-        DataError: `data.packing` is bfd, but attention of the model does not separate the samples.
+        DataError: `data.packing` is bfd, but attention of the model does not separate the samples;
+            or ranks share rows, and attention of the model needs a mask.
     """
     setting = data.packing
-    if setting == "none":
+    if setting == "none" and parts == 1:
         return PackingChoice(setting, "as data.packing asks")
     verdict = packing_probe.probe_packing(
         model.config,
@@ -303,8 +316,15 @@ def choose_packing(
         sequence_length=data.sequence_length,
         rows=rows,
         device=device,
-        packed=setting != "wrapped",
+        packed=setting not in ("wrapped", "none"),
     )
+    if parts > 1 and verdict.mask is not None:
+        raise DataError(
+            f"sharding.context_parallel {parts}: attention of {models.model_class_name(model)} "
+            f"cannot work without a mask ({verdict.mask}); set it to 1"
+        )
+    if setting == "none":
+        return PackingChoice(setting, "as data.packing asks", None)
     if setting == "wrapped":
         return PackingChoice(setting, "as data.packing asks", verdict.mask)
     if verdict.ok:
@@ -488,6 +508,8 @@ class TrainingData:
     def lines(self) -> list[str]:
         """Format the log lines on sources, packing and batch size for the start of a run."""
         train, size = self.cfg.train, self.position.global_batch
+        parts = self.feed.shape.context[1]
+        groups = f"group(s) of {parts} processes" if parts > 1 else "process(es)"
         lines = [f"data       {line}" for line in self.feed.lines()]
         if self.cfg.data.packing != "wrapped":
             lines.append(f"packing    {self.feed.shape.packing}: {self.choice.why}")
@@ -495,7 +517,7 @@ class TrainingData:
             lines.append(str(self.choice))
         lines.append(
             f"batch      {size} samples = {train.micro_batch} a device x "
-            f"{self.accumulation} accumulated x {self.run.world_size} process(es) on "
+            f"{self.accumulation} accumulated x {self.run.world_size} {groups} on "
             f"{self.run.device.type}"
         )
         if isinstance(self.feed, StreamFeed):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         vocabulary_size,
     )
     from toolkit.models.classes import model_class_name
+    from toolkit.models.context_probe import check_context_parallel
     from toolkit.models.layers import decoder_layers, tied_families, tied_names
     from toolkit.models.quantise import check_quantisation
 

@@ -8,6 +8,11 @@ mask function of its name, and passes the borders on, as its flash attention kno
 This file owns that function and decides when it is active. `packing_probe` tries which model types
 work with it.
 
+With context parallelism each rank holds a part of every row. A second function exchanges tokens for
+heads (`head_exchange`) around the first one, which then attends in complete rows. It has a separate
+name, because transformers' registry belongs to the process. A forward without borders, as in
+generation, needs no other rank.
+
 [Note: one graph] A compiled layer is compiled again if a number that its code compares changes. So
 it never compares what differs between micro-batches: the number of documents, and the length of the
 longest. Layers get the length of a row (`data.sequence_length`) in place of the longest document.
@@ -24,6 +29,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
@@ -32,10 +38,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from toolkit.errors import ModelError, one_line
+from toolkit.mesh import View
+from toolkit.models.head_exchange import exchange, repeat_key_heads
 
-_ONE_DOCUMENT_A_ROW = (
-    "one_document_a_row"  # argument of `_attention_forward` that forwards pass down
-)
+ONE_DOCUMENT_A_ROW = "one_document_a_row"
+"""Argument that forwards pass down to attention: True if each row is one document."""
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments that describe a batch's documents; the names of `FlashAttentionKwargs`."""
 _Heads = Sequence[torch.Tensor]  # query, key and value: [tokens, heads, width]
@@ -77,17 +84,26 @@ def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     return dict(zip(BORDERS, (ends, ends, longest, longest), strict=True))
 
 
-def attend_within_documents(model: PreTrainedModel) -> None:
+def attend_within_documents(
+    model: PreTrainedModel, context: View | None = None, *, planned: bool = False
+) -> None:
     """Patch `model` in place so that document borders in a forward replace the attention mask.
 
     Attention then stays within each document. A forward without the arguments of `document_borders`
     (padded rows, generation) builds masks and attends as before. See [Note: one graph].
 
+    Args:
+        model: the model.
+        context: ranks that share the tokens of each row. A forward with borders is then collective:
+            it gets this rank's part of each row (`Batch.cut`), and the borders of complete rows.
+        planned: attend without sliding windows, which need the values of the borders.
+
     Raises:
-        ModelError: the model's attention is neither SDPA nor flash attention. A later forward
-            raises it if it gets an `attention_mask`, too, or if the model needs other inputs of
-            attention.
+        ModelError: the model's attention is neither SDPA nor flash attention, or it is not SDPA and
+            ranks share rows. A later forward raises it if it gets an `attention_mask`, too, or if
+            the model needs other inputs of attention.
     """
+    parts = 1 if context is None else context.size
     configs_by_id = {
         id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None
     }
@@ -98,7 +114,16 @@ def attend_within_documents(model: PreTrainedModel) -> None:
         raise ModelError(f"its attention is {' and '.join(sorted({kernel, *kernels}))}")
     # "flash" in a name makes transformers look for a kernel of that name.
     name = _PREFIX + kernel.replace("flash", "fa")
-    AttentionInterface.register(name, partial(_attention_forward, kernel))
+    attend = partial(_attention_forward, kernel)
+    if context is not None and parts > 1:
+        if kernel != "sdpa" or context.group is None:
+            raise ModelError(
+                f"sharding.context_parallel needs model.attn_implementation sdpa, got {kernel}; on "
+                "GPUs it runs flash attention, too"
+            )
+        name = f"{_PREFIX}context_{kernel}"
+        attend = partial(_attend_across_ranks, context.group, planned)
+    AttentionInterface.register(name, attend)
     _set_attention_implementation(configs, name)
     forward = model.forward
 
@@ -107,7 +132,7 @@ def attend_within_documents(model: PreTrainedModel) -> None:
         if kwargs.get(BORDERS[0]) is not None:
             if kwargs.get("attention_mask") is not None:  # transformers would drop it
                 raise ModelError("expected no attention_mask together with document borders")
-            return forward(*args, **fix_length_arguments(kwargs))
+            return forward(*args, **fix_length_arguments(kwargs, parts))
         _set_attention_implementation(configs, kernel)  # now masks are built
         try:
             return forward(*args, **kwargs)
@@ -119,7 +144,7 @@ def attend_within_documents(model: PreTrainedModel) -> None:
     cast(Any, model).forward = with_or_without_mask
 
 
-def fix_length_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
+def fix_length_arguments(inputs: dict[str, Any], parts: int = 1) -> dict[str, Any]:
     """Replace the longest document's length in a forward's arguments by the row length.
 
     The arguments are then equal for all micro-batches, so compiled layers are not recompiled. Also
@@ -127,6 +152,7 @@ def fix_length_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         inputs: keyword arguments of the forward, with document borders.
+        parts: number of ranks that share each row; `inputs` have one part of it.
 
     Returns:
         A changed copy; `inputs` itself if it has neither `input_ids` nor `inputs_embeds`.
@@ -137,9 +163,9 @@ def fix_length_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
     rows = inputs.get("inputs_embeds") if rows is None else rows
     if rows is None:
         return inputs
-    packed = inputs.get("position_ids") is not None
-    lengths = dict.fromkeys(BORDERS[2:], rows.shape[1])
-    return inputs | lengths | {_ONE_DOCUMENT_A_ROW: not packed}
+    is_whole = inputs.get(ONE_DOCUMENT_A_ROW, inputs.get("position_ids") is None)
+    lengths = dict.fromkeys(BORDERS[2:], rows.shape[1] * parts)
+    return inputs | lengths | {ONE_DOCUMENT_A_ROW: is_whole}
 
 
 def mark_document_count_dynamic(inputs: dict[str, Any]) -> None:
@@ -200,7 +226,7 @@ def _attention_forward(
             accepts.
     """
     borders = {name: unused.pop(name, None) for name in BORDERS}
-    whole_rows = unused.pop(_ONE_DOCUMENT_A_ROW, False)
+    whole_rows = unused.pop(ONE_DOCUMENT_A_ROW, False)
     begins, _, longest, _ = borders.values()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
@@ -229,6 +255,59 @@ def _attention_forward(
     else:
         out = _attend_each_document(qkv, begins, scaling, window, dropout)
     return out.unflatten(0, (batch, length)).contiguous(), None
+
+
+class _KeyGroups:
+    """Stands for an attention layer whose key heads were repeated, as SDPA's function reads it."""
+
+    def __init__(self, groups: int, is_causal: bool) -> None:
+        self.num_key_value_groups = groups
+        self.is_causal = is_causal
+
+
+def _attend_across_ranks(
+    group: dist.ProcessGroup,
+    planned: bool,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention for one layer whose rows are divided among ranks. Collective.
+
+    Without document borders, it is attention within this rank's own tokens, and not collective.
+
+    Args:
+        group: the ranks, `size` in number.
+        planned: see `attend_within_documents`.
+        module: the attention layer.
+        query: [B, heads, T / size, width].
+        key: [B, key heads, T / size, width].
+        value: [B, key heads, T / size, value width].
+        attention_mask: must be None if there are borders.
+        options: see `_attention_forward`.
+
+    Returns:
+        ([B, T / size, heads, value width], None).
+
+    Raises:
+        ModelError: see `_attention_forward`; or `size` does not divide the heads.
+    """
+    if options.get(BORDERS[0]) is None:
+        return _attention_forward("sdpa", module, query, key, value, attention_mask, **options)
+    if planned:
+        options["sliding_window"] = None
+    layer: Any = module
+    has_key_heads = key.shape[1]
+    key, value = repeat_key_heads(query, key, value, group.size())
+    if key.shape[1] != has_key_heads:
+        is_causal = getattr(module, "is_causal", True)
+        layer = _KeyGroups(query.shape[1] // key.shape[1], is_causal)
+    query, key, value = (exchange(t, group, 1, 2) for t in (query, key, value))
+    out, _ = _attention_forward("sdpa", layer, query, key, value, attention_mask, **options)
+    return exchange(out, group, 1, 2), None
 
 
 def check_varlen_kernel(device: torch.device) -> None:

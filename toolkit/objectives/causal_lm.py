@@ -14,6 +14,7 @@ class CausalLM(Objective):
     """The training objective of next-token prediction: mean cross entropy of supervised tokens."""
 
     metrics = TOKEN_METRICS
+    supports_context_parallel = True
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """Sum the cross entropy over the supervised tokens of a micro-batch.

@@ -15,6 +15,7 @@ from toolkit.config.settings import RunConfig
 from toolkit.data.row_formats import find_row_format
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sample_shape import Packing, SampleShape
+from toolkit.models.attention import ONE_DOCUMENT_A_ROW, document_borders
 
 _PAD = 1  # another id than that of the tokens
 _SHORT = 2  # tokens of the shorter side of a pair: one of its prompt and one answer
@@ -30,6 +31,12 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
         packing: `data.packing`, with `auto` decided.
     """
     rows, length = cfg.train.micro_batch, cfg.data.sequence_length
+    parts = cfg.sharding.context_parallel
+    if parts > 1:
+        # Without values, only complete rows can be planned, and the shape of a batch is the same.
+        ids = torch.zeros(rows, -(-length // parts) * parts, dtype=torch.int64)
+        inputs = {"input_ids": ids, ONE_DOCUMENT_A_ROW: True} | document_borders({"input_ids": ids})
+        return Batch(inputs, ids.clone()).cut(0, parts)
     row_format = find_row_format(cfg.rows)
     shape = SampleShape(packing, length, _PAD, row_format=row_format, prompts=cfg.learns_prompts)
     if row_format.sequences_per_row == 2:

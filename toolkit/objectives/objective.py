@@ -53,6 +53,9 @@ class Objective:
     metrics: tuple[Metric, ...] = (LOSS,)
     """Metrics of an evaluation: the loss, and the parts of `evaluation_loss`. The perplexity is
     added for objectives that list it."""
+    supports_context_parallel = False
+    """Whether the loss may be computed on parts of rows (`sharding.context_parallel`): it is a sum
+    over targets, and nothing else of a row matters."""
     has_dropout = True
     """False: the model must be the same function in every forward, so dropout is switched off."""
 
@@ -261,7 +264,16 @@ def build(cfg: RunConfig, mesh: Mesh | None = None, device_type: str | None = No
     """Build the objective of a run from its settings, and declare its metrics for logs.
 
     For the arguments see `Objective`.
+
+    Raises:
+        ConfigError: the objective does not support `sharding.context_parallel`.
     """
-    objective = objective_class(type(cfg))(cfg, mesh, device_type)
+    cls, parts = objective_class(type(cfg)), cfg.sharding.context_parallel
+    if parts > 1 and not cls.supports_context_parallel:
+        raise ConfigError(
+            f"sharding.context_parallel {parts} is for pretraining and fine-tuning; the objective "
+            f"{cls.__name__} of {cfg.kind_name()} runs needs complete rows. Set it to 1"
+        )
+    objective = cls(cfg, mesh, device_type)
     measures.register_metrics(objective.metrics)
     return objective

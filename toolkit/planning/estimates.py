@@ -238,7 +238,14 @@ def estimate(
         on_host = sim.sharding.cpu_offload and name == "step"
         computing = factors.time * _compute_seconds(work, device, on_host)
         sending: list[float] = []
+        exchanging = 0.0
+        parts = cfg.sharding.context_parallel
         for (kind, nbytes, ranks), count in work.traffic.items():
+            if kind == "all_to_all":
+                # Attention waits for its heads, so nothing overlaps with this exchange.
+                link = device.link if parts <= device.per_node else device.network
+                exchanging += count * nbytes * (parts - 1) / parts / (LINKS * link)
+                continue
             group = ranks or (sim.mesh[0] if sim.mesh[0] > 1 else world_size)
             sent = nbytes * (group - 1) / group * (2 if kind == "all_reduce" else 1)
             # Replicas are on other nodes, if there are several nodes.
@@ -252,8 +259,8 @@ def estimate(
         # Collectives overlap with the layers, except the first and the last one.
         exposed = max(sending, default=0.0) * (name != "step")
         compute += computing
-        communication += sum(sending)
-        step += max(computing, sum(sending)) + exposed
+        communication += sum(sending) + exchanging
+        step += max(computing, sum(sending)) + exposed + exchanging
     offloaded = 0
     if sim.sharding.cpu_offload:
         offloaded = sim.state.parameters + sim.state.gradients
@@ -262,7 +269,7 @@ def estimate(
     copies = (offloaded + 2 * host_activations * accumulation) / device.host_link
     step = step + copies if offloaded else max(step, copies)
     rank_tokens = cfg.train.micro_batch * cfg.data.sequence_length * accumulation
-    flops = sim.model_flops_per_token * rank_tokens
+    flops = sim.model_flops_per_token * rank_tokens / cfg.sharding.context_parallel
     peak_flops = device.bf16 if cfg.sharding.param_dtype == "bfloat16" else device.fp32
     host_bytes = _PROCESS + sim.offloaded
     stages = cfg.checkpoint.async_save

@@ -22,7 +22,9 @@ from toolkit.data.samples.sample_shape import Packing
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import torch_private
 from toolkit.mesh import init_mesh, mesh_shape
+from toolkit.models.attention import attend_within_documents
 from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.context_probe import check_context_parallel
 from toolkit.models.dropout import disable_dropout_modules
 from toolkit.models.peft_model import base_of
 from toolkit.models.stored import refuse_float16
@@ -109,6 +111,10 @@ def sharded(
         if model is None:
             model = build_on_meta(model_settings(cfg))
             refuse_float16(model, cfg.model.name_or_path)
+            if (parts := cfg.sharding.context_parallel) > 1:
+                check_context_parallel(model, parts, cfg.data.sequence_length)
+                context = init_mesh(mesh_type, world_size, cfg.sharding).context
+                attend_within_documents(model, context, planned=True)
         model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
         if not objective_class(type(cfg)).has_dropout:
             disable_dropout_modules(model)
@@ -158,7 +164,9 @@ def planned_packing(cfg: RunConfig, base: nn.Module) -> Packing:
     if cfg.data.packing != "auto":
         return cfg.data.packing
     if base not in _packings:
-        _packings[base] = choose_packing(cfg.data, cast(Any, base), cfg.train.micro_batch).packing
+        parts = cfg.sharding.context_parallel
+        choice = choose_packing(cfg.data, cast(Any, base), cfg.train.micro_batch, parts=parts)
+        _packings[base] = choice.packing
     return _packings[base]
 
 

@@ -60,6 +60,7 @@ _COLLECTIVES = {
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
     "c10d::alltoall_base_": "all_to_all",
+    "_c10d_functional::all_to_all_single": "all_to_all",  # in compiled layers
 }
 
 
@@ -247,7 +248,7 @@ class Meter(TorchDispatchMode):
             return 1.0 if args[0].dtype.is_floating_point else 1
         out = self._run_operation(func, args, kwargs)
         kind = self._current_kind()
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(func, args)
         if not func.is_view:
             for tensor in tree_leaves(out):
@@ -376,12 +377,12 @@ class Meter(TorchDispatchMode):
         has_shards = name in ("all_gather", "reduce_scatter")
         ranks = max(sizes) // max(1, min(sizes)) if has_shards else 0
         if self._part:
-            nbytes = max(sizes) if has_shards else sum(sizes)
+            nbytes = max(sizes) if has_shards or name == "all_to_all" else sum(sizes)
             self.work[self._part].traffic[name, nbytes, ranks] += 1
 
     def _count_work(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Add an operation to the current part: its FLOPs, and the bytes that it moves."""
-        if func.namespace in ("c10d", "profiler"):
+        if func.namespace in ("c10d", "_c10d_functional", "profiler"):
             return
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         tensors = [t for t in (*inputs, *tree_leaves(out)) if isinstance(t, torch.Tensor)]

@@ -185,7 +185,8 @@ class SmallRun:
         in the data must be the same, and the last loss must agree within 5 %. Skipped if no other
         number of ranks is possible.
         """
-        layout = plan_other_ranks(self.cfg.train, self.world_size)
+        parts = self.cfg.sharding.context_parallel
+        layout = plan_other_ranks(self.cfg.train, self.world_size, parts)
         if layout is None:
             raise SkippedError("a step of one sample cannot be divided over two ranks")
         world_size, micro_batch = layout
@@ -193,7 +194,10 @@ class SmallRun:
         expected_position = _read_position(checkpoint)
         expected_loss = read_metrics(self.run)[-1]["loss"]
         shutil.move(checkpoint, self.before_kill / step_name(LAST_STEP))
-        flags = ("--train.per_device_train_batch_size", str(micro_batch))
+        flags = ["--train.per_device_train_batch_size", str(micro_batch)]
+        if parts > 1:
+            # The position counts samples, so other ranks may read complete rows.
+            flags += ["--sharding.context_parallel", "1"]
         log = self._run_to_end("other_ranks", world_size, *flags)
         position = _read_position(checkpoint)
         loss = read_metrics(self.run)[-1]["loss"]

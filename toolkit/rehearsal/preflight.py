@@ -19,7 +19,7 @@ from toolkit.config.settings import FinetuneConfig, ShardingConfig
 from toolkit.data.prepare import build_encoder, prepare_data
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import DataError
-from toolkit.mesh import View
+from toolkit.mesh import View, init_mesh
 from toolkit.models import build_on_meta
 from toolkit.planning.fake_ranks import fake_world
 from toolkit.rehearsal.life import SmallRun
@@ -159,7 +159,10 @@ class Rehearsal:
             process: Any = SimpleNamespace(device=torch.device("cpu"), loader=None)
             world_size = self.start.world_size
             with fake_world(world_size):
-                mesh: Any = SimpleNamespace(data=View(0, world_size))
+                # The stage sharding checks the mesh. Only ranks that share rows need it here.
+                mesh: Any = SimpleNamespace(data=View(0, world_size), context=View())
+                if self.cfg.sharding.context_parallel > 1:
+                    mesh = init_mesh("cpu", world_size, self.cfg.sharding)
                 metrics = objectives.build(cfg).metrics
                 model_cfg = self.start.model_cfg
                 prepare_data(self.start.build_cfg, model, model_cfg, process, mesh, metrics)

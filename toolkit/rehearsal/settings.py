@@ -54,7 +54,7 @@ def _without_gpu_kernels(model: ModelConfig) -> ModelConfig:
     return replace(model, kernels="none", float8="none", attn_implementation=attention)
 
 
-def plan_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
+def plan_other_ranks(train: Any, world_size: int, parts: int = 1) -> tuple[int, int] | None:
     """Choose another number of ranks, and a micro-batch, that keep the global batch.
 
     If `world_size` is 1, the number is 2. Otherwise it is the largest number, up to half of the
@@ -63,11 +63,12 @@ def plan_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
     Args:
         train: the section `train` of the config.
         world_size: the present number of ranks.
+        parts: number of ranks that now share each row; the other ranks read different rows.
 
     Returns:
         (ranks, micro-batch); None if `world_size` is 1 and a step has an odd number of samples.
     """
-    samples = train.micro_batch * train.gradient_accumulation_steps * world_size
+    samples = train.micro_batch * train.gradient_accumulation_steps * world_size // parts
     candidates = [2] if world_size == 1 else range(world_size // 2, 0, -1)
     ranks = next((number for number in candidates if samples % number == 0), None)
     if ranks is None:
@@ -113,6 +114,7 @@ def rehearsal_config(
     small: Any = settings_for_cpu(cfg)
     sharding = {
         **_choose_mesh(cfg.sharding, world_size),
+        "context_parallel": _choose_context(cfg.sharding, world_size, model),
         **_sharding_changes(small.sharding, shrunk),
     }
     small = replace(
@@ -150,6 +152,17 @@ def list_not_rehearsed(cfg: ShardingConfig, processes: int, world_size: int) -> 
     if cfg.cpu_offload or cfg.activation_offload:
         entries.append("copies between device and host: on a CPU they are one memory")
     return entries
+
+
+def _choose_context(cfg: ShardingConfig, world_size: int, model: Any) -> int:
+    """Choose how many ranks share each row in the rehearsal: at most as many as in the run.
+
+    They must divide its processes and the attention heads of the small model.
+    """
+    if cfg.context_parallel == 1:
+        return 1
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
+    return math.gcd(cfg.context_parallel, world_size, heads if isinstance(heads, int) else 1)
 
 
 def _choose_mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:

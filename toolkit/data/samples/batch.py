@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from toolkit.errors import DataError
+
 IGNORED = -100
 """Label of a token that the loss does not cover, as in transformers."""
 
@@ -85,6 +87,47 @@ class Batch:
         values += self.columns.values()
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         return tensors + [tensor for half in self.halves or () for tensor in half.tensors()]
+
+    def cut(self, rank: int, size: int) -> "Batch":
+        """Return an equal part of every row, for ranks that share rows (context parallelism).
+
+        Targets were shifted on complete rows, so the last position of a part predicts the first
+        token of the next part. Positions are explicit. Document borders stay those of complete
+        rows.
+
+        Args:
+            rank: number of the part, from 0.
+            size: number of parts.
+
+        Raises:
+            DataError: the rows do not divide, have an attention mask, or have values that cannot be
+                divided.
+        """
+        rows, length = self.targets.shape
+        has_more = self.sequences is not None or self.columns or self.halves is not None
+        if length % size or has_more or "attention_mask" in self.inputs:
+            raise DataError(
+                f"expected rows of a multiple of {size} tokens, with document borders, without "
+                "columns, sequences and attention_mask, for sharding.context_parallel; got "
+                f"{length} tokens with {', '.join(self.inputs)}"
+            )
+        width = length // size
+        begin = rank * width
+
+        def take(value: Any) -> Any:
+            is_of_tokens = isinstance(value, torch.Tensor) and value.shape[:2] == (rows, length)
+            return value[:, begin : begin + width].contiguous() if is_of_tokens else value
+
+        positions = torch.arange(length).expand(rows, length)
+        inputs = {"position_ids": positions} | self.inputs
+        targets = take(self.targets)
+        return replace(
+            self,
+            inputs={name: take(value) for name, value in inputs.items()},
+            targets=targets,
+            n_targets=None if self.n_targets is None else int((targets != IGNORED).sum()),
+            used=None if self.used is None else (self.used - begin).clamp(0, width),
+        )
 
     def to(self, device: torch.device | str, **options: Any) -> "Batch":
         """Return a copy on `device`; `options` are passed to `Tensor.to`."""

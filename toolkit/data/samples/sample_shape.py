@@ -16,7 +16,7 @@ from toolkit.data.samples.columns import Column, stored_columns
 from toolkit.data.samples.packing import BinPlan, pack_best_fit
 from toolkit.data.samples.pieces import Piece, Pieces
 from toolkit.errors import DataError
-from toolkit.models.attention import document_borders
+from toolkit.models.attention import ONE_DOCUMENT_A_ROW, document_borders
 
 FILLER = -1
 """Index of the sample without a supervised token that completes a batch; in `Batch.sequences`, the
@@ -45,9 +45,12 @@ class SampleShape:
         row_format: the format of the rows, such as pairs of answers.
         prompts: for pairs, True if the prompts of chosen answers are supervised, too. Their targets
             belong to no sequence.
+        context: (rank, size) of this process among the ranks that share each row. Micro-batches
+            have this rank's part of every row, and always the borders of documents.
 
     Raises:
-        DataError: packing is `wrapped`, but the format has columns per row or per sequence.
+        DataError: packing is `wrapped`, but the format has columns per row or per sequence; or
+            ranks share rows, and the format has columns or sequences.
     """
 
     packing: Packing
@@ -56,8 +59,14 @@ class SampleShape:
     borders: bool = False
     row_format: RowFormat = EXAMPLES
     prompts: bool = False
+    context: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
+        if self.context[1] > 1 and (self.columns or self._has_sequences):
+            raise DataError(
+                f"sharding.context_parallel {self.context[1]} divides rows of tokens among ranks, "
+                f"which is not supported for {self.row_format.title}; set it to 1"
+            )
         of_rows = [name for name, column in self.columns.items() if column.per != "token"]
         if self.packing == "wrapped" and of_rows:
             raise DataError(
@@ -237,13 +246,47 @@ class SampleShape:
             rows = self._pad(rows, {name: columns[name] for name in of_tokens})
         tensors: dict[str, Any] = default_collate(rows)
         values |= {name: tensors.pop(name) for name in of_tokens}
-        if self.borders and self.packing != "none":
+        if self.context[1] > 1:
+            tensors, used = self._prepare_cut(tensors, used)
+        if self.borders and (self.packing != "none" or self.context[1] > 1):
             tensors |= document_borders(tensors)
         batch = Batch.of(**tensors, count=self.packing != "wrapped")
         batch = replace(batch, used=used, columns=values)
+        if self.context[1] > 1:
+            return batch.cut(*self.context)
         if not self._has_sequences:
             return batch
         return replace(batch, halves=halves, **self._sequence_fields(samples, batch))
+
+    def _prepare_cut(
+        self, tensors: dict[str, Any], used: torch.Tensor | None
+    ) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """Pad rows to a multiple of the ranks that share them, and replace their attention mask.
+
+        No mask is needed: attention is causal, and padding is on the right.
+
+        Args:
+            tensors: tensors [B, T] by name.
+            used: tokens of each row without padding; None: see `Batch.used`.
+
+        Returns:
+            The changed tensors with `ONE_DOCUMENT_A_ROW`, and the new `used`.
+        """
+        rows, length = tensors["labels"].shape
+        mask = tensors.pop("attention_mask", None)
+        if mask is not None:
+            used = mask.sum(-1)
+        missing = -length % self.context[1]
+        if missing:
+            fills = {"input_ids": self.pad_id, "labels": IGNORED}
+            padded = {n: F.pad(tensors[n], (0, missing), value=fill) for n, fill in fills.items()}
+            if "position_ids" in tensors:
+                # The padding is a separate document.
+                more = torch.arange(missing).expand(rows, missing)
+                padded["position_ids"] = torch.cat([tensors["position_ids"], more], 1)
+            tensors = tensors | padded
+            used = torch.full((rows,), length) if used is None else used
+        return tensors | {ONE_DOCUMENT_A_ROW: "position_ids" not in tensors}, used
 
     def _pad(self, rows: list[Sample], columns: dict[str, Column]) -> list[Sample]:
         """Pad rows on the right to a common length, and add their attention masks.
