@@ -1,5 +1,7 @@
 """Compute which part of a sharded tensor this rank holds."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -52,8 +54,9 @@ def wrap_like(reference: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """
     if type(part) is type(reference) or not hasattr(reference, "__tensor_flatten__"):
         return part
+    subclass: Any = type(reference)
     [inner], context = reference.__tensor_flatten__()
-    return type(reference).__tensor_unflatten__({inner: part}, context, part.size(), part.stride())
+    return subclass.__tensor_unflatten__({inner: part}, context, part.size(), part.stride())
 
 
 def reshard(model: nn.Module) -> None:
