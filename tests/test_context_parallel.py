@@ -323,6 +323,8 @@ def test_settings_that_do_not_work_with_it_are_refused():
     model = FinetuneModelConfig("model")
     with pytest.raises(ConfigError, match="neftune_noise_alpha"):
         FinetuneConfig(model, cfg, train=FinetuneTrainConfig(neftune_noise_alpha=5.0))
+    with pytest.raises(ConfigError, match=r"liger was not tried with sharding.context_parallel"):
+        FinetuneConfig(replace(model, kernels="liger"), cfg)
     with pytest.raises(ConfigError, match="for pretraining and fine-tuning"):
         build(PreferConfig(model, cfg))
     build(FinetuneConfig(model, cfg))

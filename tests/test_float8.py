@@ -21,9 +21,10 @@ import yaml
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, tensor_sums
 
-from toolkit.config.distill import TeacherConfig
+from toolkit.config.distill import DistillConfig, TeacherConfig
 from toolkit.config.lora import LoraConfig
 from toolkit.config.outputs import CheckpointConfig
+from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
     FinetuneConfig,
     FinetuneModelConfig,
@@ -210,6 +211,7 @@ def test_refused_without_torchao_and_on_other_devices(monkeypatch):
         ({"sharding": ShardingConfig(cpu_offload=True)}, "cpu_offload"),
         ({"sharding": ShardingConfig(param_dtype="float32")}, "param_dtype must be bfloat16"),
         ({"sharding": ShardingConfig(torch_compile="model")}, "torch_compile: model"),
+        ({"sharding": ShardingConfig(context_parallel=2)}, "context_parallel was not tried"),
     ],
 )
 def test_settings_that_contradict_it_are_refused(changes, reason):
@@ -219,7 +221,13 @@ def test_settings_that_contradict_it_are_refused(changes, reason):
     FinetuneConfig(model)  # the control
 
 
-def test_a_teacher_or_reference_does_not_compute_in_it():
+def test_other_kinds_of_runs_and_teachers_are_refused():
+    model = FinetuneModelConfig("folder", float8="rowwise")
+    with pytest.raises(ConfigError, match=r"model.float8: the model and its reference must be"):
+        PreferConfig(model)
+    with pytest.raises(ConfigError, match=r"not tried in distillation"):
+        DistillConfig(model, teacher=TeacherConfig("teacher"))
+    PreferConfig(FinetuneModelConfig("folder"))  # the control
     with pytest.raises(ConfigError, match=r"teacher.float8 has no effect"):
         TeacherConfig("folder", float8="rowwise")
 

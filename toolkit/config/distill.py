@@ -115,6 +115,11 @@ class DistillConfig(FinetuneConfig):
                 "teacher.init random gives a teacher that knows nothing; remove it, and set "
                 "teacher.name_or_path to a trained model"
             )
+        if self.model.float8 != "none":
+            raise ConfigError(
+                "model.float8 is supported in pretraining and fine-tuning, and was not tried in "
+                "distillation; remove it"
+            )
         if self.train.label_smoothing_factor:
             raise ConfigError(
                 "train.label_smoothing_factor has no effect in distillation, where the teacher "

@@ -239,6 +239,7 @@ class PreferConfig(FinetuneConfig):
         for setting, value, cause in (
             ("train.neftune_noise_alpha", self.train.neftune_noise_alpha, "noise"),
             ("lora.lora_dropout", self.lora.lora_dropout, "dropout"),
+            ("model.float8", self.model.float8 != "none", "scaling by the other rows of a batch"),
         ):
             if value:
                 raise ConfigError(

@@ -450,6 +450,11 @@ class RunConfig:
                 "and keys, which Liger's rotary kernel overwrites without torch noticing, so "
                 "gradients would be wrong. Set it to full, or remove model.kernels"
             )
+        if self.model.kernels == "liger" and self.sharding.context_parallel > 1:
+            raise ConfigError(
+                "model.kernels: liger was not tried with sharding.context_parallel; remove one of "
+                "them"
+            )
         if self.model.float8 != "none":
             self._check_float8()
         if self.data.streaming and self.train.max_steps == -1:
@@ -477,6 +482,7 @@ class RunConfig:
             "sharding.cpu_offload moves more than float8 saves": self.sharding.cpu_offload,
             "sharding.param_dtype must be bfloat16": self.sharding.param_dtype != "bfloat16",
             "sharding.torch_compile: model was not tried with it; set layer": compiles_model,
+            "sharding.context_parallel was not tried with it": self.sharding.context_parallel > 1,
         }
         if why := [reason for reason, holds in reasons.items() if holds]:
             raise ConfigError(f"model.float8: {self.model.float8}: {why[0]}. Remove one of them")
