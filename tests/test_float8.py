@@ -52,7 +52,13 @@ def folder(tmp_path_factory) -> str:
 
 
 def train(
-    rank: int, world: int, folder: str, recipe: str, run: str, recompute: Any = "none"
+    rank: int,
+    world: int,
+    folder: str,
+    recipe: str,
+    run: str,
+    recompute: Any = "none",
+    replicas: int = 1,
 ) -> dict:
     """Train on fixed rows; return losses and what was printed, saved and exported."""
     sys.path.insert(0, str(EXTRAS))
@@ -65,7 +71,7 @@ def train(
     from toolkit.models.causal_lm import prepare
     from toolkit.training.optim import build_optimizer
 
-    cfg = ShardingConfig(activation_checkpointing=recompute)
+    cfg = ShardingConfig(activation_checkpointing=recompute, dp_replicate=replicas)
     model = prepare(ModelConfig(folder, float8=recipe))
     apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
     load_pretrained(model, folder, torch.device("cpu"))
@@ -115,6 +121,19 @@ def test_it_learns_as_bf16_does_and_what_is_saved_is_what_was_trained(recipe, fo
     assert found["gathers"] == (recipe == "tensorwise")
     assert found["exported"] == found["sums"]
     assert found["sums"].keys() == plain["sums"].keys()
+
+
+@needs_torchao
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "replicas"), [(2, 2), (4, 2)])
+def test_replicas_are_equal(world, replicas, folder, tmp_path):
+    """The all-reduce of the scales covers all shards of a copy; copies must not drift apart."""
+    run = str(tmp_path / "run")
+    ranks = run_ranks(train, world, folder, "tensorwise", run, "none", replicas)
+    assert ranks[0]["gathers"]
+    assert ranks[0]["losses"][-1] < 0.75 * ranks[0]["losses"][0]
+    assert all(found["sums"] == ranks[0]["sums"] for found in ranks)
+    assert ranks[0]["exported"] == ranks[0]["sums"]
 
 
 @needs_torchao
