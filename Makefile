@@ -34,8 +34,9 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo 'install    done: $(BIN)/toolkit'
 
 # torchao, for the tests of float8 only: transformers and PEFT would import it from the environment.
-$(VENV)/extras/float8: $(VENV)/.installed
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --target $@ torchao
+$(VENV)/extras/.float8: $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --upgrade --target $(@D)/float8 torchao
+	@touch $@
 
 install: $(VENV)/.installed  ## Create .venv with the toolkit and its dependencies
 
@@ -48,7 +49,7 @@ demo-finetune: install  ## Fine-tune the demo's model with LoRA, merge it, compa
 test: install  ## Run the fast tests (minutes)
 	$(PYTEST) -m 'not slow and not faults and not plans'
 
-test-slow: install $(VENV)/extras/float8  ## Run the slow tests: real launches, many repeats
+test-slow: install $(VENV)/extras/.float8  ## Run the slow tests: real launches, many repeats
 	$(PYTEST) -m 'slow and not long'
 
 test-all: test test-slow  ## Run the fast and the slow tests
@@ -59,7 +60,7 @@ test-faults: install  ## Run tests with kills, signals, hangs, lost hosts, full 
 test-plans: install  ## Run plans and rehearsals of full-size models
 	$(PYTEST) -m 'plans and not long'
 
-test-rest: install $(VENV)/extras/float8  ## Run the slow tests, faults and plans
+test-rest: install $(VENV)/extras/.float8  ## Run the slow tests, faults and plans
 	$(PYTEST) -m '(slow or faults or plans) and not long'
 
 test-long: install  ## Run the longest tests: a dry run of make gpu, plans of most ready configs, two guides
