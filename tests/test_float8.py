@@ -173,6 +173,7 @@ def place(rank: int, world: int, folder: str) -> list[bool]:
 
 
 @needs_torchao
+@pytest.mark.slow
 def test_weights_are_gathered_in_float8_however_they_got_their_values(folder):
     assert run_ranks(place, 1, folder) == [[True] * 3]
 
@@ -189,6 +190,7 @@ def convert(rank: int, world: int, folder: str, recipe: str, device: str) -> tup
 
 
 @needs_torchao
+@pytest.mark.slow
 def test_layers_that_do_not_gain_stay_and_are_counted(tmp_path):
     wide = save_tiny_model(
         tmp_path / "wide", "llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=1

@@ -140,8 +140,7 @@ def _set_mesh(env: Env, settings: dict[str, Any]) -> None:
                 f"parallelism_config_{name}_size {size[name]} of the launch configuration: {axis} "
                 "parallelism is not supported; set it to 1, and parallelism_config_dp_shard_size "
                 f"{size[name] * size['dp_shard']} for a global batch {size[name]} times as large"
-                + ". sharding.context_parallel divides long rows among ranks"
-                * (name == "cp")
+                + (". sharding.context_parallel divides long rows" if name == "cp" else "")
             )
     # The launcher's default for all sizes is 1.
     if max(size.values()) > 1:
