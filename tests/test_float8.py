@@ -21,6 +21,7 @@ import yaml
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, tensor_sums
 
+from toolkit.config.data import DataConfig
 from toolkit.config.distill import DistillConfig, TeacherConfig
 from toolkit.config.lora import LoraConfig
 from toolkit.config.outputs import CheckpointConfig
@@ -30,10 +31,12 @@ from toolkit.config.settings import (
     FinetuneModelConfig,
     ModelConfig,
     OptimConfig,
+    PretrainConfig,
     ShardingConfig,
 )
 from toolkit.errors import ConfigError
 from toolkit.models import float8
+from toolkit.planning.simulation import simulate
 
 EXTRAS = Path(sys.prefix) / "extras" / "float8"
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -293,3 +296,17 @@ def test_the_command_trains_and_a_resume_has_the_same_losses(kind, tmp_path):
         losses[name] = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
     assert len(losses["whole"]) == 4
     assert losses["whole"] == losses["stopped"]
+
+
+def test_a_plan_says_that_it_leaves_it_out(folder):
+    notes = {}
+    for recipe in ("none", "tensorwise"):
+        model = ModelConfig(folder, float8=recipe)
+        cfg = PretrainConfig(model=model, data=DataConfig(sequence_length=16))
+        notes[recipe] = [
+            note for note in simulate(cfg, 2, device_type="cpu").notes if "float8" in note
+        ]
+    assert notes["none"] == []
+    assert notes["tensorwise"] == [
+        "model.float8 is not planned: time and gathered weights are of bfloat16"
+    ]

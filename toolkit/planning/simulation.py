@@ -199,6 +199,8 @@ def _simulate(
         asks_compilation = cfg.sharding.torch_compile not in (False, "none", "auto")
         if compiled and asks_compilation and not is_compiled:
             notes.append("what torch_compile saves is not planned: activations are eager ones")
+        if cfg.model.float8 != "none":
+            notes.append("model.float8 is not planned: time and gathered weights are of bfloat16")
         # On a CPU, device and host share one memory.
         is_offloaded = sharding.cpu_offload and not on_host
         absent = [PARAMETERS, GRADIENTS, STATE] if is_offloaded else []
