@@ -196,11 +196,7 @@ def _simulate(
         # Computed while the model is on meta, because the step replaces its tensors.
         facts = _describe_model(model, base, cfg, world_size)
         is_compiled = sharding.torch_compile == "layer"
-        asks_compilation = cfg.sharding.torch_compile not in (False, "none", "auto")
-        if compiled and asks_compilation and not is_compiled:
-            notes.append("what torch_compile saves is not planned: activations are eager ones")
-        if cfg.model.float8 != "none":
-            notes.append("model.float8 is not planned: time and gathered weights are of bfloat16")
+        notes += _list_unplanned_settings(cfg, eager=compiled and not is_compiled)
         # On a CPU, device and host share one memory.
         is_offloaded = sharding.cpu_offload and not on_host
         absent = [PARAMETERS, GRADIENTS, STATE] if is_offloaded else []
@@ -248,6 +244,21 @@ def _simulate(
             notes=tuple(notes),
             sharding=sharding,
         )
+
+
+def _list_unplanned_settings(cfg: RunConfig, *, eager: bool) -> list[str]:
+    """List notes for settings whose effect is not planned.
+
+    Args:
+        cfg: settings of the run.
+        eager: whether layers that may be compiled are simulated without compilation.
+    """
+    notes = []
+    if eager and cfg.sharding.torch_compile not in (False, "none", "auto"):
+        notes.append("what torch_compile saves is not planned: activations are eager ones")
+    if cfg.model.float8 != "none":
+        notes.append("model.float8 is not planned: time and gathered weights are of bfloat16")
+    return notes
 
 
 def _describe_model(model: nn.Module, base: Any, cfg: RunConfig, world_size: int) -> dict[str, Any]:
