@@ -207,12 +207,13 @@ def all_cases() -> list[Case]:
     """
     import gpu_bench
     import gpu_cases
+    import gpu_experts
     import gpu_kernels
     import gpu_preference
     import gpu_ranks
     import gpu_runs
 
-    modules = (gpu_preference, gpu_bench, gpu_kernels, gpu_ranks, gpu_runs)
+    modules = (gpu_preference, gpu_bench, gpu_kernels, gpu_experts, gpu_ranks, gpu_runs)
     barred = [case for module in modules for case in module.CASES]
     cases = [*barred, *gpu_bench.LATER, *gpu_cases.CASES]
     return sorted(cases, key=lambda case: _FIRST.index(case.name) if case.name in _FIRST else 99)

@@ -29,6 +29,7 @@ from gpu_common import (
     measure,
     model_config,
     need_liger,
+    need_torchao,
     peaks,
     profiled,
     rates,
@@ -86,6 +87,8 @@ def toolkit(place: Place, shape: str, **changes: Any) -> None:
     cfg = bench(place, shape, **changes)
     if cfg.model.kernels == "liger":
         need_liger(place)
+    if cfg.model.float8 != "none":
+        need_torchao(place)
     with launch.start() as run:
         loop = ToolkitLoop(place, cfg, run)
         steps = loop.steps()
@@ -319,6 +322,8 @@ _PACKED = {"data": {"packing": "bfd"}}
 _COMPILED = {"sharding": {"torch_compile": "layer"}}
 # Whole: an H100's memory holds the activations of 2 x 4096 tokens.
 _WHOLE = {"sharding": {"torch_compile": "layer", "activation_checkpointing": "none"}}
+_FLOAT8 = {"model": {"float8": "tensorwise"}}
+_ROWWISE = {"model": {"float8": "rowwise"}}
 _LIGER = {"model": {"kernels": "liger"}}
 _OFFLOADED = {"sharding": {"cpu_offload": True}}
 _LORA_8B: dict[str, Any] = {"shape": "8b", "lora": LORA}
@@ -335,6 +340,8 @@ CASES = (
     _speed("full3b_toolkit", 28, toolkit, shape="3b"),
     _speed("full3b_bare", 28, bare, shape="3b"),
     _speed("full3b_toolkit_compiled", 45, toolkit, shape="3b", **_COMPILED),
+    _speed("full3b_float8_compiled", 50, toolkit, shape="3b", **_COMPILED, **_FLOAT8),
+    _speed("full3b_float8_rowwise_compiled", 50, toolkit, shape="3b", **_COMPILED, **_ROWWISE),
     _speed("full3b_trainer", 28, trainer, shape="3b"),
     Case("saving", saving, 75, needs=("1b",), timed=True),
     Case("plans", plans, 60, host=True),

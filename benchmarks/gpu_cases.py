@@ -27,6 +27,7 @@ from gpu_common import (
     folder,
     model_config,
     need_liger,
+    need_torchao,
     peaks,
     reset_peak,
     settings,
@@ -173,6 +174,19 @@ def experts(place: Place) -> None:
         place.equal("bf16 losses against fp32", bf16.losses(STEPS), found, 2e-2)
 
 
+def float8(place: Place) -> None:
+    """Runs with float8 products learn as bf16 does; each recipe saves what a resume reads."""
+    need_torchao(place)
+    cfg = small(place)
+    with launch.start() as run:
+        expected = ToolkitLoop(place, cfg, run).losses(STEPS)
+        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+            other = changed(cfg, "model", float8=recipe)
+            found = ToolkitLoop(place, other, run).losses(STEPS)
+            place.equal(f"{recipe} against bf16", found, expected, 5e-2)
+            place.record(f"{recipe} is not bf16", found != expected, losses=found)
+
+
 # ---- Settings that must not change the numbers ---------------------------------------------------
 
 
@@ -205,6 +219,11 @@ def memory_settings(place: Place) -> None:
     variants["activation_offload"] = {"sharding": offload}
     offload = offload | {"activation_checkpointing": "selective"}
     variants["activation_offload, selective"] = {"sharding": offload}
+    chunks = {"mlp_chunk_tokens": 24 if place.tiny else 200}
+    variants["mlp_chunk_tokens"] = {"sharding": chunks}
+    variants["mlp_chunk_tokens, recomputed"] = {
+        "sharding": {**chunks, "activation_checkpointing": "full"}
+    }
     variants["cpu_offload, pinned"] = {"sharding": {"cpu_offload": True}}
     compare(place, small(place), variants)
 
@@ -551,6 +570,7 @@ CASES = (
     Case("attention", attention, 30, _SMALL),
     Case("liger", liger, 20, _SMALL),
     Case("experts", experts, 12, _SMALL),
+    Case("float8", float8, 25, _SMALL),
     Case("smoothing_and_noise", smoothing_and_noise, 12, _SMALL),
     Case("not_a_number", not_a_number, 8, _SMALL),
     Case("qlora", qlora, 40, ("1b",)),

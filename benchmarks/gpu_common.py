@@ -84,6 +84,14 @@ def need_liger(place: "Place") -> None:
         raise NotHere("liger-kernel is not installed")
 
 
+def need_torchao(place: "Place") -> None:
+    """Raise NotHere unless float8 products can run."""
+    if importlib.util.find_spec("torchao") is None:
+        raise NotHere("torchao is not installed")
+    if place.cuda and torch.cuda.get_device_capability() < (8, 9):  # emulated on a CPU
+        raise NotHere("no GPU with float8 products (compute capability 8.9)")
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a case runs, and where its results go."""
@@ -284,7 +292,7 @@ class ToolkitLoop:
         mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
         models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, run.device)
         model_cfg = model_settings(cfg)
-        base = models.prepare(model_cfg)
+        base = models.prepare(model_cfg, run.device)
         self.data = prepare_data(cfg, base, model_cfg, run, mesh)
         self.model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
         fixed = self.data.fixed_length

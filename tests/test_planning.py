@@ -32,6 +32,7 @@ from toolkit.config import FinetuneConfig, PretrainConfig, model_settings, parse
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ShardingError
 from toolkit.loading import init_weights, load_or_init
+from toolkit.mesh import data_ranks
 from toolkit.models import build_on_meta
 from toolkit.models.packed_linear import import_bitsandbytes
 from toolkit.planning import automatic, changes, search
@@ -660,6 +661,27 @@ def test_adapters_are_a_remedy_of_what_pretraining_reads_too(file: Path, tmp_pat
     assert "lora.r 16, lora.load_in_4bit" in names
     random = parse(PretrainConfig, ["--config", str(file)])
     assert not [c.name for c in changes.list_changes(random, 2) if "lora" in c.name]
+
+
+def test_changes_for_long_rows_keep_the_global_batch(file: Path) -> None:
+    flags = ["--data.sequence_length=16384", "--train.per_device_train_batch_size=1"]
+    cfg = parse(PretrainConfig, ["--config", str(file), *flags])
+    named = {c.name: c.cfg for c in changes.list_changes(cfg, 8)}
+    steps = cfg.train.gradient_accumulation_steps
+    expected = {f"context_parallel {n}, accumulation {n * steps}" for n in (2, 8)}
+    assert {name for name in named if name.startswith("context_parallel")} == expected
+    for name in expected:
+        changed = named[name]
+        samples = data_ranks(8, changed.sharding) * changed.train.gradient_accumulation_steps
+        assert samples == data_ranks(8, cfg.sharding) * steps
+    chunks = named["mlp_chunk_tokens 8192 with activation_checkpointing full"].sharding
+    assert (chunks.mlp_chunk_tokens, chunks.activation_checkpointing) == (8192, "full")
+    two = parse(PretrainConfig, ["--config", str(file), *flags, "--sharding.context_parallel=2"])
+    names = [c.name for c in changes.list_changes(two, 8)]
+    assert [n for n in names if n.startswith("context_")] == [
+        f"context_parallel 8, accumulation {4 * steps}"
+    ]
+    assert not [n for n in names if n.startswith("mlp_chunk_tokens")]  # 8,192 tokens a rank
 
 
 def test_wrong_use_is_refused_before_any_work(file: Path, tmp_path: Path, capsys: Any) -> None:

@@ -167,6 +167,7 @@ OTHER_NAMES = {
         use_gradient_checkpointing gradient_checkpointing_kwargs enable_activation_checkpointing""",
     "sharding.cpu_offload: true": "offload_params fsdp_offload_params fsdp_cpu_offload",
     "sharding.activation_offload: true": "activation_offloading enable_activation_offloading",
+    "sharding.mlp_chunk_tokens": "tiled_mlp tiled_mlp_num_shards use_tiled_mlp",
     "sharding.torch_compile": "compile torch_compile_model",
     "sharding.layer_classes": """fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap
         fsdp_transformer_cls_to_wrap""",

@@ -172,6 +172,10 @@ class ShardingConfig:
     activation_offload: bool = False
     """Move the activations that activation_checkpointing keeps to host memory until the backward,
     except those of the last layer."""
+    mlp_chunk_tokens: NotNegative = 0
+    """Compute the MLP of each decoder layer for this many tokens at a time, and each chunk again in
+    the backward, for rows so long that its activations do not fit. Such as 8192. 0: all tokens at
+    once. Mixtures of experts are not divided. Excludes `selective` and compiled layers."""
     torch_compile: TorchCompile = "auto"
     """Compile each decoder layer (`layer` or true; identical layers share a graph), or the complete
     sharded `model`. `auto`: each layer, on a GPU, if all samples have one length (packed or

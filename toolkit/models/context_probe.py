@@ -13,24 +13,21 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from toolkit.errors import ModelError, one_line
+from toolkit.errors import ModelError
 from toolkit.formats import assets_of
 from toolkit.models.classes import causal_lm_class, model_class_name
 from toolkit.models.modes import forked_rng
 from toolkit.models.tiny_copy import (
     SPECIAL,
     VOCABULARY,
-    build_meta_model,
     build_noisy_copy,
-    describe_layer_kinds,
-    shrunk_configs,
+    try_tiny_copies,
 )
 
 _MIXES_NOTHING = "context_probe"
 _PART = 4  # a copy's `longrope` changes its factors beyond 4 tokens
 _LENGTH = 3 * _PART
 _ROUNDING = 1e-4  # share of the logits' spread
-_MOST_PARAMETERS = 2**28
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _LONGEST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 _obstacles: dict[tuple[Any, ...], str] = {}
@@ -80,24 +77,12 @@ def find_context_obstacle(
         numbers = heads if isinstance(heads, list) else [heads]
         if any(isinstance(number, int) and number % parts for number in numbers):
             return f"{parts} ranks do not divide its attention heads ({name} {heads})"
-    why = "it has no decoder layers to look at"
-    try:
-        full = build_meta_model(model_class, config)
-        kinds = describe_layer_kinds(full)
-    except Exception as error:  # an architecture may do anything on its way
-        return f"its layers cannot be looked at: {one_line(error, 300)}"
-    for small in shrunk_configs(config, kinds, length) if kinds else ():
-        try:
-            bare = build_meta_model(model_class, small)
-            if set(kinds) - set(describe_layer_kinds(bare, full)):
-                why = "not all kinds of its layers are in a tiny copy"
-            elif (size := sum(p.numel() for p in bare.parameters())) > _MOST_PARAMETERS:
-                why = f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
-            else:
-                return _compare_parts(model_class, small, _probe_positions(config, small, length))
-        except Exception as error:  # an architecture may refuse in any way
-            why = f"a tiny copy does not run in parts: {one_line(error, 300)}"
-    return why
+
+    def compare(small: PreTrainedConfig) -> str:
+        return _compare_parts(model_class, small, _probe_positions(config, small, length))
+
+    fault, failure = try_tiny_copies(config, model_class, length, compare)
+    return failure if fault is None else fault
 
 
 def _probe_positions(full: Any, small: Any, length: int) -> torch.Tensor:

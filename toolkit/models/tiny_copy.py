@@ -11,7 +11,7 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ VOCABULARY = 128
 SPECIAL = 48  # ids from here up to VOCABULARY are no special tokens of a copy
 _WINDOW = 4
 _SETTING = bool | str | int | float | None
+_MOST_PARAMETERS = 2**28
+_Answer = TypeVar("_Answer")
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _VISION_DEPTHS = (*_DEPTHS, "depth", "num_blocks", "encoder_layers", "num_encoder_layers")
@@ -332,9 +334,47 @@ def _halve_widths_and_heads(section: PreTrainedConfig) -> None:
         _change_integers(section, (*_WIDTHS, *_HEAD_SIZES), lambda n: n // 2)
 
 
-_MOST_PARAMETERS = 2**28
 _CAUSAL = 1e-3  # a later token may move logits by this share of their spread
 _faults: dict[tuple[type, str], str] = {}
+
+
+def try_tiny_copies(
+    config: PreTrainedConfig,
+    model_class: Any,
+    length: int | None,
+    attempt: Callable[[PreTrainedConfig], _Answer],
+) -> tuple[_Answer | None, str]:
+    """Call `attempt` with the config of a tiny copy, and with larger ones until it succeeds.
+
+    Copies that lack a kind of layer, and copies that are too large to try, are skipped.
+
+    Args:
+        config: config of the full model.
+        model_class: its class.
+        length: length of a row in tokens; see `shrunk_configs`.
+        attempt: builds and runs the copy. It may raise any exception.
+
+    Returns:
+        (what `attempt` returned, ""), or (None, the reason why no copy runs).
+    """
+    try:
+        full = build_meta_model(model_class, config)
+        kinds = describe_layer_kinds(full)
+    except Exception as error:  # an architecture may do anything on its way
+        return None, f"its layers cannot be looked at: {one_line(error, 300)}"
+    why = "it has no decoder layers to look at"
+    for small in shrunk_configs(config, kinds, length) if kinds else ():
+        try:
+            bare = build_meta_model(model_class, small)
+            if set(kinds) - set(describe_layer_kinds(bare, full)):
+                why = "not all kinds of its layers are in a tiny copy"
+            elif (size := sum(p.numel() for p in bare.parameters())) > _MOST_PARAMETERS:
+                why = f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
+            else:
+                return attempt(small), ""
+        except Exception as error:  # an architecture may refuse in any way
+            why = f"a tiny copy does not run: {one_line(error, 300)}"
+    return None, why
 
 
 def find_text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:

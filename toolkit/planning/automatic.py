@@ -93,9 +93,9 @@ def list_candidates(cfg: RunConfig, world_size: int) -> list[list[RunConfig]]:
     recomputation = cfg.sharding.activation_checkpointing
     modes = [recomputation]
     if recomputation == "auto":
-        # `selective` does not work with Liger's kernels.
-        liger = cfg.model.kernels == "liger"
-        modes = ["none", "full"] if liger else ["none", "selective", "full"]
+        # `selective` works neither with Liger's kernels nor with MLPs in chunks.
+        has_selective = cfg.model.kernels != "liger" and not cfg.sharding.mlp_chunk_tokens
+        modes = ["none", "selective", "full"] if has_selective else ["none", "full"]
     sizes: Sequence[Any] = [cfg.train.per_device_train_batch_size]
     if sizes == ["auto"]:
         ranks = data_ranks(world_size, cfg.sharding)

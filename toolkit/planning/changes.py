@@ -21,10 +21,12 @@ from toolkit.planning.search import Change, Plan, Planner, Report, with_settings
 # Changes of what a step computes. They do not change what a rank holds between two steps.
 _STEP_CHANGES = {
     *("per_device_train_batch_size", "reshard_after_forward", "accumulation"),
-    *("activation_checkpointing", "activation_offload"),
+    *("activation_checkpointing", "activation_offload", "mlp_chunk_tokens", "context_parallel"),
 }
 # Sections and settings that pretraining and fine-tuning share.
 _SHARED = ("sharding", "optim", "checkpoint", "metrics", "hub", "output_dir", "seed")
+_MLP_CHUNK = 8192  # tokens
+_CONTEXT_PARALLEL = (2, 8)  # ranks that share each row
 _MAX_DEVICE_FACTOR = 64  # of more devices that combined changes may ask for
 
 
@@ -197,7 +199,8 @@ def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
         add(f"dp_shard {world_size}", {"sharding": {"dp_replicate": 1, "dp_shard": -1}})
     recomputation = sharding.activation_checkpointing
     full = {"activation_checkpointing": "full"}
-    if recomputation in (False, "none") and cfg.model.kernels == "none":
+    has_selective = cfg.model.kernels == "none" and not sharding.mlp_chunk_tokens
+    if recomputation in (False, "none") and has_selective:
         selective = {"activation_checkpointing": "selective"}
         add("activation_checkpointing selective", {"sharding": selective})
     if recomputation not in ("full", True, 1):
@@ -207,6 +210,19 @@ def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
     if not sharding.activation_offload and sharding.torch_compile in (False, "none", "auto"):
         name = "activation_offload with activation_checkpointing full"
         add(name, {"sharding": {**full, "activation_offload": True}})
+    tokens = cfg.data.sequence_length * micro_batch
+    if not sharding.mlp_chunk_tokens and tokens // sharding.context_parallel > _MLP_CHUNK:
+        name = f"mlp_chunk_tokens {_MLP_CHUNK} with activation_checkpointing full"
+        chunks = {**full, "mlp_chunk_tokens": _MLP_CHUNK, "torch_compile": "none"}
+        add(name, {"sharding": chunks})
+    for parts in _CONTEXT_PARALLEL if micro_batch == 1 else ():
+        present = sharding.context_parallel
+        if parts > present and parts % present == 0 and world_size % parts == 0:
+            # Fewer groups of ranks read rows, and the global batch does not change.
+            steps = accumulation * parts // present
+            name = f"context_parallel {parts}, accumulation {steps}"
+            train = {"gradient_accumulation_steps": steps}
+            add(name, {"sharding": {"context_parallel": parts}, "train": train})
     if not sharding.cpu_offload and sharding.frozen != "replicated":
         add("cpu_offload true", {"sharding": {"cpu_offload": True}})
     if sharding.dp_shard != 1:

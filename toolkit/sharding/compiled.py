@@ -75,6 +75,7 @@ def should_compile_layers(
             "model.kernels": own_kernels,
             f"the unit {inside} inside a layer": inside is not None,
             "activation_offload": cfg.activation_offload,
+            "mlp_chunk_tokens": cfg.mlp_chunk_tokens > 0,
             "only the root is a unit": plan.root_only is not None,
         }
         why = next((reason for reason, holds in obstacles.items() if holds), None)

@@ -39,6 +39,7 @@ from toolkit.models.peft_model import base_of
 from toolkit.sharding.accumulation import Accumulation, can_replicate_frozen
 from toolkit.sharding.compiled import compile_forward, compile_options, should_compile_layers
 from toolkit.sharding.host_memory import HostMemory
+from toolkit.sharding.mlp_chunks import chunk_mlps, describe_mlp_chunks
 from toolkit.sharding.recompute import recompute_in_backward
 from toolkit.sharding.units import Unit, UnitPlan, frozen_parameters, is_inside, plan_units
 
@@ -132,6 +133,8 @@ class Sharded:
     """The CPU if `cpu_offload` keeps parameters there; None: the device that computes."""
     auto_line: str = ""
     """The values chosen for settings on `auto`, and the reasons."""
+    mlp_line: str = ""
+    """Which MLPs run in chunks of tokens; empty if none do."""
 
 
 @ranks.collective
@@ -169,6 +172,7 @@ def apply_fsdp(
     plan = plan_units(model, cfg)
     _refuse_unsupported_dtypes(model, plan, cfg)
     _cast_buffers(base_of(model), getattr(torch, cfg.param_dtype))
+    chunked = chunk_mlps(model, plan.layers, cfg)
     recomputed = _apply_recomputation(model, plan, cfg)
     assets = getattr(base_of(model), "hf_assets", None)
     own_kernels = assets is not None and assets.kernels != "none"
@@ -211,6 +215,7 @@ def apply_fsdp(
         prefetch,
         torch.device("cpu") if cfg.cpu_offload else None,
         ", ".join(f"{name} {kind} ({why})" for name, kind, why in autos),
+        describe_mlp_chunks(chunked, len(plan.layers), cfg.mlp_chunk_tokens),
     )
 
 

@@ -80,6 +80,7 @@ def start_metrics(
         *(coverage_lines(model) if has_adapters(model) else []),
         quantise.describe_quantisation(model, 1 if is_base_replicated else sharded.mesh.shards),
         *format_unit_table(sharded, cfg.sharding).splitlines(),
+        sharded.mlp_line,
         f"dtypes     {dtypes}",
         auto_line and f"auto       {auto_line}",
         None if router is None else router.plan.line,
