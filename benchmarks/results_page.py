@@ -14,7 +14,7 @@ from typing import Any
 
 from results_distillation import RUNS
 from results_inputs import DOWNLOADS, MODEL
-from results_stages import BARS, KINDS, STAGES
+from results_stages import BARS, KINDS, ROUNDING_OF_MARGINS, STAGES
 
 Records = Mapping[str, dict[str, Any] | None]
 PLOTS = Path("assets/results")
@@ -191,6 +191,12 @@ def tuning_lines(figures: dict[str, Any], settings: dict[str, Any]) -> list[str]
     lines = [text, table(head, rows)]
     if figures["compared"]:
         lines.append(difference_table(figures["compared"]))
+        if "accuracy" in figures["compared"][0]["metrics"]:
+            lines.append(
+                "The accuracy is compared at the steps whose mean margin is more than "
+                f"{ROUNDING_OF_MARGINS:.0e}. Before the first update the model is its own "
+                "reference, and the accuracy counts the signs of rounding."
+            )
         ratios = [statistics.median(c[n] for c in figures["compared"]) for n in RATIOS]
         lines.append(f"Toolkit / TRL: {ratios[0]:.2f} of the time, {ratios[1]:.2f} of the memory.")
     lines.append(

@@ -9,6 +9,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -624,3 +625,19 @@ def test_a_tiny_run_of_all_stages_ends_and_a_second_one_measures_nothing(tmp_pat
         [*command, "--list"], capture_output=True, text=True, timeout=100, check=True
     )
     assert listed.stdout.count("done at") == 8
+
+
+def test_an_accuracy_of_rounding_is_not_compared():
+    from results_stages import compare
+
+    def side(margins: list[float], accuracies: list[float]) -> dict[str, Any]:
+        metrics = {"margin": margins, "accuracy": accuracies}
+        return {"losses": [0.7] * 3, "seconds": [1.0], "peak": 1, "metrics": metrics}
+
+    ours = side([1e-7, 0.01, 0.02], [0.25, 0.5, 0.75])
+    theirs = side([0.0, 0.01, 0.02], [0.0, 0.5, 0.75])
+    assert compare(ours, theirs)["metrics"]["accuracy"] == 0
+    theirs["metrics"]["accuracy"][2] = 0.5  # the control
+    assert compare(ours, theirs)["metrics"]["accuracy"] == 0.25
+    nothing = side([0.0] * 3, [0.0] * 3)
+    assert math.isnan(compare(nothing, nothing)["metrics"]["accuracy"])
