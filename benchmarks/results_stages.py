@@ -363,8 +363,8 @@ def _largest_metric_gap(
 ) -> float:
     """Return the largest difference of a metric over the steps at which it has a meaning.
 
-    Until the first update changes a weight, the model is its own reference: the margins of pairs are
-    rounding, and the accuracy counts the signs of that. Those steps are left out for the accuracy.
+    Until the first update changes a weight, the model is its own reference: margins are rounding,
+    and the accuracy counts the signs of that. Those steps are left out for the accuracy.
     """
     pairs = zip(ours[name], theirs[name], strict=True)
     if name != "accuracy":
