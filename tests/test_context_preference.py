@@ -50,7 +50,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "simpo": {"beta": 2.0},
     "rpo": {"loss_type": "sigmoid", "rpo_alpha": 0.7},
     "orpo": {"beta": 0.2},
-    "aot": {"beta": 0.1},
+    "aot": {"loss_type": "aot_unpaired", "beta": 0.1},
     "mpo": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
     "reward": {"center_rewards_coefficient": 0.05},
 }
@@ -507,7 +507,7 @@ def plan_of(model: Path, parts: int, *flags: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["bfd", "none"])
+@pytest.mark.parametrize("packing", ["auto", "none"])
 @pytest.mark.parametrize("name", ["sigmoid", "kto", "reward"])
 def test_a_plan_has_the_activations_of_a_part(tmp_path, name, packing):
     """Four ranks that share each row have a quarter of the activations, and an exchange."""
@@ -519,7 +519,7 @@ def test_a_plan_has_the_activations_of_a_part(tmp_path, name, packing):
     assert shared.estimate.tokens_per_step * 4 == whole.estimate.tokens_per_step
     kinds = {key[0] for work in shared.sim.work.values() for key in work.traffic}
     assert "all_to_all" in kinds
-    if name == "sigmoid" and packing == "bfd":
+    if name == "sigmoid" and packing == "auto":
         device, memory = device_of("h100"), int(shared.estimate.memory)
         longest = [find_longest(p, device, memory, lambda _: None) for p in (whole, shared)]
         assert longest[0].batch < longest[1].batch
