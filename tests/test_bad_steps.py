@@ -58,6 +58,8 @@ def spoiled(kind: str, rank: int, where: int) -> Any:
         total = loss_sum(model, batch)
         if rank != where:
             return total
+        if kind == "value":  # its gradient is finite
+            return total + math.inf
         # The square root of zero is finite, and its slope is not.
         return total * math.nan if kind == "loss" else total + (total * 0.0).sqrt()
 
@@ -94,10 +96,12 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(folder, op
     assert found == [dict.fromkeys(found[0], True)] * 2
 
 
-@pytest.mark.parametrize(("kind", "offload"), [("gradient", False), ("loss", True)])
-def test_so_does_a_gradient_alone_and_a_step_on_the_host(folder, kind, offload) -> None:
+@pytest.mark.parametrize(
+    ("kind", "offload"), [("gradient", False), ("loss", True), ("value", False)]
+)
+def test_so_does_a_gradient_or_a_value_alone_and_a_step_on_the_host(folder, kind, offload) -> None:
     found = run_ranks(skip, 2, folder, "adamw_torch_fused", kind, offload)
-    assert [f.pop("here") for f in found] == [False, kind == "loss"]
+    assert [f.pop("here") for f in found] == [False, kind != "gradient"]
     assert found == [dict.fromkeys(found[0], True)] * 2
 
 

@@ -15,7 +15,6 @@ from sharded import apply_fsdp, relative_difference, sharded_of
 from tiny_models import tiny_class, tiny_config, tiny_model
 from torch.distributed.tensor import DTensor
 
-from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
     FinetuneConfig,
     FinetuneModelConfig,
@@ -25,7 +24,6 @@ from toolkit.config.settings import (
     ShardingConfig,
     TrainConfig,
 )
-from toolkit.data.row_formats import PAIRS
 from toolkit.data.samples import batch as batches
 from toolkit.data.samples.batch import IGNORED, Batch
 from toolkit.data.samples.pieces import Piece
@@ -262,8 +260,6 @@ def test_parts_of_a_batch_are_its_rows(name, size):
 
 
 def test_batches_that_cannot_be_cut_are_refused():
-    with pytest.raises(DataError, match="pairs of answers"):
-        SampleShape("bfd", 16, borders=True, row_format=PAIRS, context=(0, 2))
     with pytest.raises(DataError, match="a multiple of 3 tokens"):
         Batch.of(torch.ones(1, 8, dtype=torch.int64)).cut(0, 3)
 
@@ -325,8 +321,6 @@ def test_settings_that_do_not_work_with_it_are_refused():
         FinetuneConfig(model, cfg, train=FinetuneTrainConfig(neftune_noise_alpha=5.0))
     with pytest.raises(ConfigError, match=r"liger was not tried with sharding.context_parallel"):
         FinetuneConfig(replace(model, kernels="liger"), cfg)
-    with pytest.raises(ConfigError, match="for pretraining and fine-tuning"):
-        build(PreferConfig(model, cfg))
     build(FinetuneConfig(model, cfg))
     flash = tiny_model("llama")
     flash.config._attn_implementation_internal = "flash_attention_2"

@@ -25,6 +25,7 @@ from toolkit.data.prepare import PackingChoice
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import ADAPTER_WEIGHTS
 from toolkit.formats.metrics_file import read_metrics
+from toolkit.mesh import View
 from toolkit.models import build_on_meta
 from toolkit.objectives import frozen_models, reference_model
 from toolkit.objectives import reference as objectives_reference
@@ -293,12 +294,12 @@ def test_rules_of_trained_adapters_do_not_apply_to_a_reference(
 def test_a_reference_is_prepared_for_the_packing_that_was_decided(
     here: Path, monkeypatch: Any
 ) -> None:
-    def refuse(_: Any) -> None:
+    def refuse(*_: Any) -> None:
         raise ModelError("its attention is eager")
 
     monkeypatch.setattr(reference_model, "attend_within_documents", refuse)
     cfg = prefer_config(here / "model", here / "other", "--data.packing", "auto")
-    mesh: Any = SimpleNamespace(device_type="cpu")
+    mesh: Any = SimpleNamespace(device_type="cpu", context=View())
     monkeypatch.setattr(reference_model, "apply_fsdp", lambda model, *_: SimpleNamespace())
     monkeypatch.setattr(reference_model, "load_or_init", lambda *_: None)
     load_reference(cfg, mesh, has_borders=False)

@@ -113,8 +113,9 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
                 "several machines, so each attention layer waits for the network; set it to a "
                 "divisor of the processes of a machine"
             )
-        # A communicator that is created inside a layer would look like a hang.
-        context.sum(torch.zeros(1, device=device_type))
+        # A communicator that is created inside a layer or a loss would look like a hang.
+        for view in (data, context):
+            view.sum(torch.zeros(1, device=device_type))
     shape: tuple[int, ...] = (replicas, shards)
     names: tuple[str, ...] = (DP_REPLICATE, DP_SHARD)
     if replicas == 1:

@@ -420,10 +420,11 @@ def check_frozen_models(start: RunStart, *, files_only: bool = False) -> str:
 
     `files_only`: request no weights of a Hub id. Logs accepted differences. Returns "".
     """
-    objective, length = objectives.build(start.build_cfg), start.build_cfg.data.sequence_length
+    cfg = start.build_cfg
+    objective = objectives.build(cfg)
     for role, settings in objective.models.items():
         with errors_name_role(role):
-            check_loadable(settings, length, start.device, files_only=files_only)
+            check_loadable(settings, cfg, start.device, files_only=files_only)
     start.log(objective.check_models(start.model, start.model_cfg))
     return ""
 

@@ -112,7 +112,7 @@ class ShardingConfig:
     """Number of consecutive ranks that share each row of tokens, for rows that are too long for one
     device. Each rank holds an equal part of a row; in attention, each has all tokens of a part of
     the heads (Ulysses). It divides the number of processes and the attention heads. The product
-    dp_replicate x dp_shard includes these ranks. For pretraining and fine-tuning."""
+    dp_replicate x dp_shard includes these ranks."""
 
     # ---- Units: modules whose parameters are gathered and freed together
     layer_classes: list[str] = field(default_factory=list)

@@ -17,6 +17,7 @@ from toolkit.errors import ModelError
 from toolkit.formats import assets_of
 from toolkit.models.classes import causal_lm_class, model_class_name
 from toolkit.models.modes import forked_rng
+from toolkit.models.packing_probe import compute_token_logits
 from toolkit.models.tiny_copy import (
     SPECIAL,
     VOCABULARY,
@@ -179,5 +180,8 @@ def _compare_parts(model_class: Any, config: PreTrainedConfig, positions: torch.
 def _compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return the logits of tokens at explicit positions; fp32 [B, T, vocabulary]."""
-    return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+    """Compute the logits of tokens at explicit positions; fp32 [B, T, vocabulary].
+
+    For a reward model, these are the outputs of its head for each token.
+    """
+    return compute_token_logits(model, ids, position_ids=positions, use_cache=False).float()

@@ -176,7 +176,7 @@ def _compare_logits(model: PreTrainedModel, batches: Batches, borders: bool) -> 
         inputs |= document_borders({"input_ids": ids} | inputs) if borders else {}
         ids = ids.to(device)
         inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in inputs.items()}
-        logits = _compute_logits(model, ids, **inputs)
+        logits = compute_token_logits(model, ids, **inputs)
         spread = float(logits.std()) or 1.0
         other = ids.clone()
         later = torch.zeros_like(ids, dtype=torch.bool)
@@ -184,7 +184,7 @@ def _compare_logits(model: PreTrainedModel, batches: Batches, borders: bool) -> 
             first = ids[row, : lengths[0]]
             other[row, : lengths[0]] = SPECIAL + (first - SPECIAL + 17) % (VOCABULARY - SPECIAL)
             later[row, lengths[0] :] = True
-        moved = (_compute_logits(model, other, **inputs) - logits).abs().amax(-1) / spread
+        moved = (compute_token_logits(model, other, **inputs) - logits).abs().amax(-1) / spread
         if not moved.isfinite().all():
             return PackingVerdict(False, "the logits of a tiny copy are not finite", by=inf)
         if float(moved.max()) <= tolerance:
@@ -198,7 +198,8 @@ def _compare_logits(model: PreTrainedModel, batches: Batches, borders: bool) -> 
         for row, lengths in enumerate(packed):
             parts = zip(ids[row].split(lengths), logits[row].split(lengths), strict=True)
             for sample, among in parts:
-                off = max(off, float((_compute_logits(model, sample[None])[0] - among).abs().max()))
+                alone = compute_token_logits(model, sample[None])[0]
+                off = max(off, float((alone - among).abs().max()))
         if (off := off / spread) > tolerance:
             why = "a packed sample does not come out as it does by itself: its logits differ"
             return PackingVerdict(False, f"{why} by {off:.1e} of their spread", by=off)
@@ -216,7 +217,7 @@ def _generate_packings(rows: int) -> Iterator[Batch]:
             yield packed
 
 
-def _compute_logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+def compute_token_logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Return the logits of each token; for a reward model, its head's output for each token."""
     if (head := reward_head(model)) is None:
         return model(input_ids=ids, **inputs).logits

@@ -44,6 +44,7 @@ class Distillation(Objective):
     """
 
     metrics = DISTILL_METRICS
+    supports_context_parallel = True
 
     def __init__(
         self, cfg: DistillConfig, mesh: Mesh | None = None, device_type: str | None = None

@@ -11,12 +11,17 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.config.settings import ModelConfig
+from toolkit.config.settings import ModelConfig, RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import DataError, ToolkitError
 from toolkit.formats import assets_of
 from toolkit.loading.pretrained import check_weights_fit
-from toolkit.models import build_on_meta, check_usable, model_class_name
+from toolkit.models import (
+    build_on_meta,
+    check_context_parallel,
+    check_usable,
+    model_class_name,
+)
 from toolkit.models.packing_probe import probe_packing
 
 _SETTINGS = "|".join(field.name for field in dataclasses.fields(ModelConfig))
@@ -25,7 +30,7 @@ _MODEL_SETTING = re.compile(rf"\bmodel\.({_SETTINGS})\b")
 
 def check_loadable(
     settings: ModelConfig,
-    sequence_length: int,
+    cfg: RunConfig,
     device: torch.device | str,
     *,
     files_only: bool = False,
@@ -36,7 +41,7 @@ def check_loadable(
 
     Args:
         settings: settings of the frozen model.
-        sequence_length: length of the run's samples.
+        cfg: settings of the run, such as the length of its samples.
         device: device of the run.
         files_only: if the model is a Hub id, request its small files only, not its weights.
 
@@ -44,15 +49,18 @@ def check_loadable(
         The model, on meta.
 
     Raises:
-        ModelError: it cannot be used, or has fewer positions than `sequence_length`.
+        ModelError: it cannot be used, has fewer positions than the samples, or ranks cannot share
+            its rows (`sharding.context_parallel`).
         LoadingError: its weights are missing, damaged or do not fit.
         ConfigError: a setting does not work on `device`.
     """
     if files_only and not Path(settings.name_or_path).expanduser().is_dir():
         settings = replace(settings, init="random")  # for which no weights are read
-    check_usable(settings, sequence_length, device)
+    length = cfg.data.sequence_length
+    check_usable(settings, length, device)
     model = build_on_meta(settings)
     check_weights_fit(model, settings)
+    check_context_parallel(model, cfg.sharding.context_parallel, length)
     return model
 
 
@@ -80,8 +88,8 @@ def errors_name_role(role: str) -> Iterator[None]:
 def check_packed_rows(name: str, settings: ModelConfig, data: TrainingData) -> None:
     """Raise if a frozen model lets documents that share a row see each other. Collective.
 
-    Unless rows are padded, packed samples run through a tiny copy of the model on rank 0, as for
-    the trained model in `prepare_data`. That takes 0.1 to 2 seconds for most model types.
+    Unless rows are padded and have a mask, samples run through a tiny copy of the model on rank 0,
+    as for the trained model in `prepare_data`. That takes 0.1 to 2 seconds for most model types.
 
     Args:
         name: role or setting of the model, for messages.
@@ -93,7 +101,7 @@ def check_packed_rows(name: str, settings: ModelConfig, data: TrainingData) -> N
             the run separate them.
     """
     choice, cfg = data.choice, data.cfg
-    if choice.packing == "none":
+    if choice.packing == "none" and choice.mask is not None:
         return
 
     def check() -> None:
@@ -104,7 +112,7 @@ def check_packed_rows(name: str, settings: ModelConfig, data: TrainingData) -> N
             sequence_length=cfg.data.sequence_length,
             rows=cfg.train.micro_batch,
             device=data.run.device.type,
-            packed=choice.packing != "wrapped",
+            packed=choice.packing == "bfd",
         )
         fault = ""
         if not verdict.ok:
@@ -120,9 +128,12 @@ def check_packed_rows(name: str, settings: ModelConfig, data: TrainingData) -> N
                 f"instead, which the trained model needs ({choice.mask})"
             )
         if fault:
+            # Ranks that share rows separate documents by their borders in every packing.
+            shares_rows = cfg.sharding.context_parallel > 1
+            remedy = "sharding.context_parallel: 1" if shares_rows else "data.packing: none"
             raise DataError(
                 f"{name}: {model_class_name(model)} of {settings.name_or_path} {fault}; set "
-                "data.packing: none"
+                f"{remedy}"
             )
 
     ranks.on_main(check)

@@ -32,24 +32,31 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
     """
     rows, length = cfg.train.micro_batch, cfg.data.sequence_length
     parts = cfg.sharding.context_parallel
-    if parts > 1:
-        # Without values, only complete rows can be planned, and the shape of a batch is the same.
-        ids = torch.zeros(rows, -(-length // parts) * parts, dtype=torch.int64)
-        inputs = {"input_ids": ids, ONE_DOCUMENT_A_ROW: True} | document_borders({"input_ids": ids})
-        return Batch(inputs, ids.clone()).cut(0, parts)
     row_format = find_row_format(cfg.rows)
-    shape = SampleShape(packing, length, _PAD, row_format=row_format, prompts=cfg.learns_prompts)
+    shape = SampleShape(
+        packing,
+        length,
+        _PAD,
+        borders=parts > 1,
+        row_format=row_format,
+        prompts=cfg.learns_prompts,
+        context=(0, parts),
+    )
     if row_format.sequences_per_row == 2:
         return _build_pairs(cfg, shape, rows)
-    if packing == "none" or row_format.columns or row_format.sequences_per_row:
+    is_padded = packing == "none" and parts == 1
+    if is_padded or row_format.columns or row_format.sequences_per_row:
         # If rows are padded, one of them is, so that the batch needs a mask.
         last = max(1, length - 1) if packing == "none" else length
         lengths = [length] * (rows - 1) + [last]
         late = not cfg.data.streaming
         samples = [shape.dummy_sample(tokens, late=late) for tokens in lengths]
         return _drop_positions(shape.batch(samples))
-    ids = torch.zeros(rows, length, dtype=torch.int64)
-    return Batch({"input_ids": ids}, ids.clone())
+    ids = torch.zeros(rows, -(-length // parts) * parts, dtype=torch.int64)
+    if parts == 1:
+        return Batch({"input_ids": ids}, ids.clone())
+    inputs = {"input_ids": ids, ONE_DOCUMENT_A_ROW: True} | document_borders({"input_ids": ids})
+    return Batch(inputs, ids.clone()).cut(0, parts)
 
 
 def _build_pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
@@ -73,8 +80,15 @@ def _build_pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
 
 
 def _drop_positions(batch: Batch) -> Batch:
-    """Return the batch without `position_ids`; document borders separate its documents instead."""
-    inputs = {name: x for name, x in batch.inputs.items() if name != "position_ids"}
+    """Return the batch without positions that separate its documents, as a plan needs it.
+
+    A part of rows (context parallelism) keeps its positions, and each row counts as one document:
+    the borders of documents need values, and the shape of the batch is the same.
+    """
+    if ONE_DOCUMENT_A_ROW in batch.inputs:
+        inputs = batch.inputs | {ONE_DOCUMENT_A_ROW: True}
+    else:
+        inputs = {name: x for name, x in batch.inputs.items() if name != "position_ids"}
     halves = None
     if batch.halves is not None:
         first, second = batch.halves

@@ -55,7 +55,8 @@ class Objective:
     added for objectives that list it."""
     supports_context_parallel = False
     """Whether the loss may be computed on parts of rows (`sharding.context_parallel`): it is a sum
-    over targets, and nothing else of a row matters."""
+    over targets, or it adds up sums of parts itself ([Note: sequences in parts] in
+    `training/row_parts.py`). A class that defines another `__call__` must set it again."""
     has_dropout = True
     """False: the model must be the same function in every forward, so dropout is switched off."""
 
@@ -67,7 +68,7 @@ class Objective:
         """Role -> the frozen model, sharded; filled by `prepare`."""
         self.files: dict[str, StateFile] = {}
         """Files of every checkpoint, for `TrainState.files`; on rank 0."""
-        self._has_borders = cfg.data.packing != "none"
+        self._has_borders = cfg.data.packing != "none" or cfg.sharding.context_parallel > 1
 
     @property
     def rows(self) -> RowFormat:
@@ -167,7 +168,8 @@ class Objective:
             model.requires_grad_(False).eval()
             if self._has_borders:
                 # Batches of packed rows tell documents apart by their borders, without a mask.
-                attend_within_documents(model)
+                is_planned = self.device_type is not None
+                attend_within_documents(model, self.mesh.context, planned=is_planned)
             self.frozen[role] = apply_fsdp(model, self.mesh, sharding)
 
     def shard_temporary_models(self) -> list[Sharded]:
@@ -260,6 +262,16 @@ def objective_class(config: type[RunConfig]) -> type[Objective]:
     )
 
 
+def _supports_context_parallel(cls: type[Objective]) -> bool:
+    """Return True if the class that defines the loss, or one derived from it, supports it."""
+    for base in cls.__mro__:
+        if "supports_context_parallel" in vars(base):
+            return bool(vars(base)["supports_context_parallel"])
+        if "__call__" in vars(base):
+            return False
+    return False
+
+
 def build(cfg: RunConfig, mesh: Mesh | None = None, device_type: str | None = None) -> Objective:
     """Build the objective of a run from its settings, and declare its metrics for logs.
 
@@ -269,10 +281,11 @@ def build(cfg: RunConfig, mesh: Mesh | None = None, device_type: str | None = No
         ConfigError: the objective does not support `sharding.context_parallel`.
     """
     cls, parts = objective_class(type(cfg)), cfg.sharding.context_parallel
-    if parts > 1 and not cls.supports_context_parallel:
+    if parts > 1 and not _supports_context_parallel(cls):
         raise ConfigError(
-            f"sharding.context_parallel {parts} is for pretraining and fine-tuning; the objective "
-            f"{cls.__name__} of {cfg.kind_name()} runs needs complete rows. Set it to 1"
+            f"sharding.context_parallel {parts} divides rows among ranks, and the objective "
+            f"{cls.__name__} of {cfg.kind_name()} runs does not say that its loss can be computed "
+            "on parts of rows (`supports_context_parallel`). Set it to 1"
         )
     objective = cls(cfg, mesh, device_type)
     measures.register_metrics(objective.metrics)

@@ -33,6 +33,7 @@ class PreferenceTuning(Objective):
     missing in a pass over the rows. See `toolkit.objectives.reference`.
     """
 
+    supports_context_parallel = True
     # The model and its reference must be the same function.
     has_dropout = False
 
@@ -40,14 +41,14 @@ class PreferenceTuning(Objective):
         self, cfg: PreferConfig, mesh: Mesh | None = None, device_type: str | None = None
     ) -> None:
         super().__init__(cfg, mesh, device_type)
-        among = View() if mesh is None else mesh.loss
         self.loss = PreferenceLoss(
             cfg.preference,
-            among,
+            View() if mesh is None else mesh.data,
             device_type,
             # `restore` replaces this number: `auto` is decided when the rows are known.
             largest_pair_count(cfg, "bfd" if cfg.data.packing == "auto" else cfg.data.packing),
             continues_adapter=cfg.lora.from_ is not None,
+            context=View() if mesh is None else mesh.context,
         )
         self.metrics = preference_metrics(cfg.preference.loss_type)
         self._reference: Reference | None = None
@@ -107,7 +108,7 @@ class PreferenceTuning(Objective):
         return line
 
     def _warn_of_short_lists(self, packing: Packing) -> list[str]:
-        """Return a warning if the ranks together have one pair per micro-batch; otherwise [].
+        """Return a warning if all ranks together have one pair per micro-batch; otherwise [].
 
         A loss that sorts pairs has no effect on one pair; the caller checks that such a loss is
         configured. With packing, the list is always empty.

@@ -181,7 +181,7 @@ def check_reference(
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
     if lora is None:
         with _errors_name_setting(name):
-            reference = check_loadable(settings, cfg.data.sequence_length, device)
+            reference = check_loadable(settings, cfg, device)
         return ranks.on_main(lambda: _check_vocabulary(reference, settings, model_cfg))
     return ranks.on_main(lambda: _check_adapter(cfg, lora, model, files_only=files_only))
 
@@ -320,7 +320,8 @@ def shard_reference(cfg: PreferConfig, mesh: Mesh) -> Sharded:
             documents of packed rows.
     """
     settings, lora = ranks.on_main(lambda: reference_settings(cfg))
-    return _shard(cfg, mesh, settings, lora, has_borders=cfg.data.packing != "none")
+    has_borders = cfg.data.packing != "none" or cfg.sharding.context_parallel > 1
+    return _shard(cfg, mesh, settings, lora, has_borders=has_borders)
 
 
 def _shard(
@@ -338,7 +339,7 @@ def _shard(
     model: Any = build_on_meta(settings)
     if has_borders:
         try:
-            attend_within_documents(model)
+            attend_within_documents(model, mesh.context)
         except ModelError as error:
             raise ConfigError(
                 f"preference.reference {cfg.preference.reference}: rows are packed, and {error}, "

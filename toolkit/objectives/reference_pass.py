@@ -298,14 +298,15 @@ def _gather_part(
 ) -> Part:
     """Gather the log-probabilities of some rounds from all ranks. Collective.
 
-    Costs one all-reduce and one wait for the device.
+    Costs one all-reduce and one wait for the device. The values of ranks that share rows, which
+    have a part of each sum, are added.
 
     Args:
         sharded: the model, with the mesh of its ranks.
         data: the data of the run.
         work: the answers to evaluate.
         rounds: the rounds of this part (`plan_rounds`).
-        local: the log-probabilities of this rank's answers.
+        local: the log-probabilities of this rank's answers, or of its part of their tokens.
 
     Raises:
         TrainingError: a value is not finite, or the number of values is wrong.
@@ -321,7 +322,7 @@ def _gather_part(
         )
     every = torch.zeros(sum(counts), dtype=torch.float32, device=data.run.device)
     every[first : first + len(local)] = local
-    values = sharded.mesh.data.sum(every).cpu().numpy()
+    values = sharded.mesh.loss.sum(every).cpu().numpy()
     owners, answers = (np.concatenate(column) for column in zip(*layouts, strict=True))
     part = {}
     for name in dict.fromkeys(work.names):

@@ -289,24 +289,28 @@ class _TeacherPass:
             float64 [positions, 1 + k + k + 1]: position in the table, ids, log-probabilities.
         """
         top = evaluate_teacher(self._teacher.model, batch, self._divergence, self._width)
-        places = np.full(batch.targets.shape, FILLER, np.int64)
+        rows, width = batch.targets.shape
+        context = self._teacher.mesh.context
+        places = np.full((rows, width * context.size), FILLER, np.int64)
         for row, index in enumerate(indices):
             if index != FILLER:
                 positions = tokens.positions(index)
                 places[row, : len(positions)] = positions
+        # With `context_parallel`, the batch has one part of every row.
+        places = places[:, context.rank * width :][:, :width]
         supervised = (batch.targets != IGNORED).cpu().numpy()
         columns = [places[supervised][:, None], top.ids.cpu().numpy(), top.logps.cpu().numpy()]
         return np.concatenate(columns, 1)
 
     def _gather(self, local: np.ndarray) -> np.ndarray:
         """Concatenate the rows of all ranks, in rank order. Collective."""
-        run, view = self._data.run, self._teacher.mesh.data
-        counts = torch.zeros(run.world_size, dtype=torch.float64, device=run.device)
-        counts[run.rank] = len(local)
+        device, view = self._data.run.device, self._teacher.mesh.loss
+        counts = torch.zeros(view.size, dtype=torch.float64, device=device)
+        counts[view.rank] = len(local)
         numbers = view.sum(counts).long().tolist()
-        first = sum(numbers[: run.rank])
-        every = torch.zeros(sum(numbers), local.shape[1], dtype=torch.float64, device=run.device)
-        every[first : first + len(local)] = torch.from_numpy(local).to(run.device)
+        first = sum(numbers[: view.rank])
+        every = torch.zeros(sum(numbers), local.shape[1], dtype=torch.float64, device=device)
+        every[first : first + len(local)] = torch.from_numpy(local).to(device)
         return view.sum(every).cpu().numpy()
 
 

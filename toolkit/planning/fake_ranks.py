@@ -113,6 +113,7 @@ def sharded(
             refuse_float16(model, cfg.model.name_or_path)
             if (parts := cfg.sharding.context_parallel) > 1:
                 check_context_parallel(model, parts, cfg.data.sequence_length)
+                planned_packing(cfg, model)  # tried now, before the attention is replaced
                 context = init_mesh(mesh_type, world_size, cfg.sharding).context
                 attend_within_documents(model, context, planned=True)
         model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)

@@ -213,7 +213,8 @@ def sequence_rewards(model: nn.Module, batch: Batch) -> torch.Tensor:
     The head of the reward model runs in fp32, and only on these tokens.
 
     Returns:
-        fp32 [n_sequences].
+        fp32 [n_sequences]; 0 for a sequence whose last token is in another part of its row
+        (`Batch.cut`).
 
     Raises:
         TrainingError: the model is not a reward model, or the batch lacks the ends of its
@@ -229,8 +230,14 @@ def sequence_rewards(model: nn.Module, batch: Batch) -> torch.Tensor:
 
     def compute_rewards(hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         bias = None if head.bias is None else head.bias.float()
-        rewards = F.linear(hidden[ends[:, 0], ends[:, 1]].float(), head.weight.float(), bias)
-        return rewards.squeeze(1), rewards[:, :0].reshape(*hidden.shape[:-1], 0)
+        rows, positions = ends.unbind(1)
+        last = hidden.shape[1] - 1
+        is_here = (positions >= 0) & (positions <= last)
+        at_ends = hidden[rows, positions.clamp(0, last)]
+        rewards = F.linear(at_ends.float(), head.weight.float(), bias)
+        return torch.where(is_here, rewards.squeeze(1), 0.0), rewards[:, :0].reshape(
+            *hidden.shape[:-1], 0
+        )
 
     inside = _HeadReplacement(compute_rewards, batch.targets)
     try:

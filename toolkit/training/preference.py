@@ -4,7 +4,7 @@ The losses of pairs and the sources of all losses are in `toolkit.training.pair_
 [Note: preference objectives] there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +17,31 @@ from toolkit.mesh import View
 from toolkit.models.peft_model import disabled_adapters, has_adapters
 from toolkit.training.loss import LossSum, sequence_rewards, token_logps
 from toolkit.training.pair_losses import PairLogps, RankPairs, pair_losses
+from toolkit.training.row_parts import add_parts, count_once
 
 
 def sequence_logps(
-    model: nn.Module, batch: Batch, *, device_type: str | None = None
+    model: nn.Module,
+    batch: Batch,
+    *,
+    device_type: str | None = None,
+    context: View | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the summed log-probability of the targets of each sequence, with gradients.
 
     Costs as much as `token_logps`.
 
+    Args:
+        model: a causal LM, sharded or not.
+        batch: the micro-batch.
+        device_type: type of the device whose loss head is used; None: that of the batch.
+        context: ranks that share the rows, over which sums and numbers are added (`add_parts`);
+            collective then. None: they cover the tokens of this batch.
+
     Returns:
         The sum of each sequence, followed by the sum over targets that belong to no sequence
-        (prompts), fp32 [n_sequences + 1]; and the number of targets in each sum, int64 [n_sequences
-        + 1].
+        (prompts), fp32 [n_sequences + 1], or float64 if ranks share the rows; and the number of
+        targets in each sum, int64 [n_sequences + 1].
 
     Raises:
         TrainingError: the batch does not say which sequence a token belongs to.
@@ -38,16 +50,27 @@ def sequence_logps(
     sums = logps.new_zeros(batch.n_sequences + 1).index_add(
         0, _sequence_index_per_position(batch), logps
     )
-    return sums, _count_targets(batch)
+    counts = _count_targets(batch)
+    if context is None or context.size == 1:
+        return sums, counts
+    # A double holds any count exactly.
+    sums, all_counts = add_parts(torch.stack([sums.double(), counts.double()]), context).unbind()
+    return sums, all_counts.detach().long()
 
 
 def base_model_logps(
-    model: nn.Module, batch: Batch, *, device_type: str | None = None
+    model: nn.Module,
+    batch: Batch,
+    *,
+    device_type: str | None = None,
+    context: View | None = None,
 ) -> torch.Tensor:
     """Compute the log-probability of each sequence by a forward with the adapters switched off.
 
+    See `sequence_logps` for the arguments.
+
     Returns:
-        fp32 [n_sequences], without a gradient.
+        [n_sequences], without a gradient; see `sequence_logps` for the dtype.
 
     Raises:
         TrainingError: the model has no adapters.
@@ -55,7 +78,7 @@ def base_model_logps(
     if not has_adapters(model):
         raise TrainingError("expected a batch with reference values, or a model with adapters")
     with torch.no_grad(), disabled_adapters(model):
-        return sequence_logps(model, batch, device_type=device_type)[0][:-1]
+        return sequence_logps(model, batch, device_type=device_type, context=context)[0][:-1]
 
 
 def _sequence_index_per_position(batch: Batch) -> torch.Tensor:
@@ -79,11 +102,14 @@ def _count_targets(batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The loss of a micro-batch of pairs or labelled answers; see [Note: preference objectives]."""
+    """The loss of a micro-batch of pairs or labelled answers; see [Note: preference objectives].
+
+    If ranks share rows, see also [Note: sequences in parts] in `row_parts`.
+    """
 
     cfg: PreferenceConfig
     among: View
-    """The ranks whose micro-batches make up the global batch (`Mesh.loss`)."""
+    """The ranks whose micro-batches make up the global batch (`Mesh.data`)."""
     device_type: str | None = None
     """Type of the device whose loss head is used, such as "cuda"; None: that of the batch."""
     max_pairs: int = 0
@@ -92,15 +118,19 @@ class PreferenceLoss:
     continues_adapter: bool = False
     """True if training starts from a trained adapter (`lora.from`), so that the base model alone is
     not the reference."""
+    context: View = field(default_factory=View)
+    """The ranks that share the tokens of each row (`Mesh.context`)."""
 
     def counts(self, batch: Batch) -> torch.Tensor:
         """Return the number of terms of each mean in a micro-batch, for `Update`.
+
+        Of ranks that share rows, the first one counts the pairs, and each one its own tokens.
 
         Returns:
             int64 [2]: the number of pairs, and the number of tokens in the cross entropy. For KTO,
             labelled answers count instead of pairs. For reward models int64 [1]: only the pairs.
         """
-        pairs = _int_tensor(batch.n_sequences // 2, batch)
+        pairs = _int_tensor(batch.n_sequences // 2 if self.context.rank == 0 else 0, batch)
         if self.cfg.loss_type == "reward":
             return pairs[None]
         counts = _count_targets(batch)
@@ -109,18 +139,23 @@ class PreferenceLoss:
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """Compute the loss and its metrics, summed over a micro-batch.
 
-        Collective for KTO, aot and aot_unpaired. If a reference is needed and the batch has none,
-        it is computed by a forward with the adapters switched off, unless the base model is not the
-        reference.
+        Collective for KTO, aot and aot_unpaired, and if ranks share rows. If a reference is needed
+        and the batch has none, it is computed by a forward with the adapters switched off, unless
+        the base model is not the reference.
 
         Returns:
             The summed preference loss and cross entropy, [2], with their counts, [2]. For reward
             models, the loss and the count of the pairs only, [1] each. A batch without pairs gives
-            exact zeros, and gradients of zeros.
+            exact zeros, and gradients of zeros. Of ranks that share rows, the first one has the
+            values, and all have gradients.
 
         Raises:
             TrainingError: a reference is needed, and neither the batch nor the model has one.
         """
+        return count_once(self._loss_of_sequences(model, batch), self.context)
+
+    def _loss_of_sequences(self, model: nn.Module, batch: Batch) -> LossSum:
+        """Compute the loss of a micro-batch on every rank that shares its rows; see `__call__`."""
         if self.cfg.loss_type == "reward":
             return self._reward_loss(model, batch)
         reference = batch.columns.get("reference")
@@ -129,7 +164,7 @@ class PreferenceLoss:
         if not self.cfg.paired:
             assert reference is not None
             return self._kto_loss(model, batch, reference.view(-1, 2))
-        sums, counts = sequence_logps(model, batch, device_type=self.device_type)
+        sums, counts = self._sequence_logps(model, batch)
         sums = sums.double()  # see [Note: preference objectives] in `pair_losses`
         policy = PairLogps(sums[0:-1:2], sums[1:-1:2], counts[0:-1:2], counts[1:-1:2])
         rewards = policy
@@ -141,8 +176,12 @@ class PreferenceLoss:
         total = torch.stack([loss, cross_entropy]).float()
         return LossSum(total, self.counts(batch), self._pair_metrics(rewards, policy))
 
+    def _sequence_logps(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the result of `sequence_logps` for complete rows."""
+        return sequence_logps(model, batch, device_type=self.device_type, context=self.context)
+
     def _base_reference(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Compute the log-probabilities of a batch by the base model, fp32 [n_sequences].
+        """Compute the log-probabilities of a batch by the base model, [n_sequences].
 
         Raises:
             TrainingError: the reference is another model, or the model has no adapters.
@@ -154,11 +193,13 @@ class PreferenceLoss:
                 "base model is not the reference. Call `prepare` of the objective before the first "
                 "step, and use the data that it was given"
             )
-        return base_model_logps(model, batch, device_type=self.device_type)
+        return base_model_logps(model, batch, device_type=self.device_type, context=self.context)
 
     def _reward_loss(self, model: nn.Module, batch: Batch) -> LossSum:
         """Compute the Bradley-Terry loss of a reward model, with its metrics."""
-        chosen, rejected = sequence_rewards(model, batch).double().view(-1, 2).unbind(1)
+        # The last token of a sequence is in one part, and its reward is 0 in all other parts.
+        rewards = add_parts(sequence_rewards(model, batch), self.context)
+        chosen, rejected = rewards.double().view(-1, 2).unbind(1)
         margin = batch.columns.get("margin", 0.0)
         terms = -F.logsigmoid(chosen - rejected - margin)
         # Without a coefficient the square, which may overflow, has no part in the loss.
@@ -234,8 +275,8 @@ class PreferenceLoss:
         """
         answers, partners = batch.halves or (batch, batch)
         with torch.no_grad():
-            second = sequence_logps(model, partners, device_type=self.device_type)[0][:-1]
-        first = sequence_logps(model, answers, device_type=self.device_type)[0][:-1]
+            second = self._sequence_logps(model, partners)[0][:-1]
+        first = self._sequence_logps(model, answers)[0][:-1]
         first, second = first.double(), second.double()
         return (first, second) if batch.halves is not None else (first[::2], second[1::2])
 

@@ -194,7 +194,8 @@ class Update:
         parts = {name: (sums / counts).sum() for name, (sums, counts) in part_sums.items()}
         with record_function(OPTIMIZER):
             grad_norm = clip_gradients(model, max_grad_norm, device, self._ranks)
-            is_good = torch.isfinite(total) & torch.isfinite(grad_norm)
+            # Both are the same on every rank, also if the loss of another rank is not finite.
+            is_good = torch.isfinite(mean_loss) & torch.isfinite(grad_norm)
             spike = None
             if spikes is not None:
                 spike = spikes.is_spike(mean_loss, grad_norm)

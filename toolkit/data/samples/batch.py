@@ -1,6 +1,6 @@
 """A micro-batch of a rank: the inputs of the model, and the token that each position predicts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,8 @@ class Batch:
     """Number of sequences."""
     ends: torch.Tensor | None = None
     """int64 [n_sequences, 2]: row and position of the last token of each sequence that is not the
-    padding token. A reward model reads its reward there."""
+    padding token. A reward model reads its reward there. In a part of the rows (`cut`), a position
+    outside of it belongs to another part."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Values of the columns that the row format declares, by name: [B, T, ...] for values per
     token, [n_sequences, ...] per sequence, [rows, ...] per row."""
@@ -88,45 +89,58 @@ class Batch:
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         return tensors + [tensor for half in self.halves or () for tensor in half.tensors()]
 
-    def cut(self, rank: int, size: int) -> "Batch":
+    def cut(self, rank: int, size: int, token_columns: Collection[str] = ()) -> "Batch":
         """Return an equal part of every row, for ranks that share rows (context parallelism).
 
         Targets were shifted on complete rows, so the last position of a part predicts the first
-        token of the next part. Positions are explicit. Document borders stay those of complete
-        rows.
+        token of the next part. Positions are explicit. Document borders, `n_sequences` and columns
+        per sequence or per row stay those of complete rows. `halves` are divided, too.
 
         Args:
             rank: number of the part, from 0.
             size: number of parts.
+            token_columns: names of the columns with values per token.
 
         Raises:
-            DataError: the rows do not divide, have an attention mask, or have values that cannot be
-                divided.
+            DataError: the rows do not divide, or have an attention mask.
         """
         rows, length = self.targets.shape
-        has_more = self.sequences is not None or self.columns or self.halves is not None
-        if length % size or has_more or "attention_mask" in self.inputs:
+        if length % size or "attention_mask" in self.inputs:
             raise DataError(
-                f"expected rows of a multiple of {size} tokens, with document borders, without "
-                "columns, sequences and attention_mask, for sharding.context_parallel; got "
-                f"{length} tokens with {', '.join(self.inputs)}"
+                f"expected rows of a multiple of {size} tokens, with document borders and without "
+                f"attention_mask, for sharding.context_parallel; got {length} tokens with "
+                f"{', '.join(self.inputs)}"
             )
         width = length // size
         begin = rank * width
 
+        def take_positions(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:, begin : begin + width].contiguous()
+
         def take(value: Any) -> Any:
             is_of_tokens = isinstance(value, torch.Tensor) and value.shape[:2] == (rows, length)
-            return value[:, begin : begin + width].contiguous() if is_of_tokens else value
+            return take_positions(value) if is_of_tokens else value
 
         positions = torch.arange(length).expand(rows, length)
         inputs = {"position_ids": positions} | self.inputs
-        targets = take(self.targets)
+        targets, sequences, ends = take(self.targets), self.sequences, self.ends
+        halves = self.halves
+        if halves is not None:
+            first, second = (half.cut(rank, size, token_columns) for half in halves)
+            halves = first, second
         return replace(
             self,
             inputs={name: take(value) for name, value in inputs.items()},
             targets=targets,
             n_targets=None if self.n_targets is None else int((targets != IGNORED).sum()),
             used=None if self.used is None else (self.used - begin).clamp(0, width),
+            sequences=None if sequences is None else take_positions(sequences),
+            ends=None if ends is None else ends - ends.new_tensor([0, begin]),
+            columns={
+                name: take_positions(tensor) if name in token_columns else tensor
+                for name, tensor in self.columns.items()
+            },
+            halves=halves,
         )
 
     def to(self, device: torch.device | str, **options: Any) -> "Batch":

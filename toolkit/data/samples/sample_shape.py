@@ -46,11 +46,10 @@ class SampleShape:
         prompts: for pairs, True if the prompts of chosen answers are supervised, too. Their targets
             belong to no sequence.
         context: (rank, size) of this process among the ranks that share each row. Micro-batches
-            have this rank's part of every row, and always the borders of documents.
+            have this rank's part of every row (`Batch.cut`), and always the borders of documents.
 
     Raises:
-        DataError: packing is `wrapped`, but the format has columns per row or per sequence; or
-            ranks share rows, and the format has columns or sequences.
+        DataError: packing is `wrapped`, but the format has columns per row or per sequence.
     """
 
     packing: Packing
@@ -62,11 +61,6 @@ class SampleShape:
     context: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
-        if self.context[1] > 1 and (self.columns or self._has_sequences):
-            raise DataError(
-                f"sharding.context_parallel {self.context[1]} divides rows of tokens among ranks, "
-                f"which is not supported for {self.row_format.title}; set it to 1"
-            )
         of_rows = [name for name, column in self.columns.items() if column.per != "token"]
         if self.packing == "wrapped" and of_rows:
             raise DataError(
@@ -245,28 +239,31 @@ class SampleShape:
         if self.packing == "none":
             rows = self._pad(rows, {name: columns[name] for name in of_tokens})
         tensors: dict[str, Any] = default_collate(rows)
-        values |= {name: tensors.pop(name) for name in of_tokens}
         if self.context[1] > 1:
-            tensors, used = self._prepare_cut(tensors, used)
+            fills = {name: columns[name].fill for name in of_tokens}
+            tensors, used = self._prepare_cut(tensors, fills, used)
+        values |= {name: tensors.pop(name) for name in of_tokens}
         if self.borders and (self.packing != "none" or self.context[1] > 1):
             tensors |= document_borders(tensors)
         batch = Batch.of(**tensors, count=self.packing != "wrapped")
         batch = replace(batch, used=used, columns=values)
+        if self._has_sequences:
+            batch = replace(batch, **self._sequence_fields(samples, batch))
         if self.context[1] > 1:
-            return batch.cut(*self.context)
-        if not self._has_sequences:
-            return batch
-        return replace(batch, halves=halves, **self._sequence_fields(samples, batch))
+            batch = batch.cut(*self.context, token_columns=of_tokens)
+        # With `context`, the halves have this rank's part of their rows already.
+        return replace(batch, halves=halves)
 
     def _prepare_cut(
-        self, tensors: dict[str, Any], used: torch.Tensor | None
+        self, tensors: dict[str, Any], fills: dict[str, float], used: torch.Tensor | None
     ) -> tuple[dict[str, Any], torch.Tensor | None]:
         """Pad rows to a multiple of the ranks that share them, and replace their attention mask.
 
         No mask is needed: attention is causal, and padding is on the right.
 
         Args:
-            tensors: tensors [B, T] by name.
+            tensors: tensors [B, T, ...] by name.
+            fills: fill value of each column per token, by name.
             used: tokens of each row without padding; None: see `Batch.used`.
 
         Returns:
@@ -278,8 +275,10 @@ class SampleShape:
             used = mask.sum(-1)
         missing = -length % self.context[1]
         if missing:
-            fills = {"input_ids": self.pad_id, "labels": IGNORED}
-            padded = {n: F.pad(tensors[n], (0, missing), value=fill) for n, fill in fills.items()}
+            fills = {"input_ids": self.pad_id, "labels": IGNORED} | fills
+            padded = {
+                name: _pad_positions(tensors[name], missing, fill) for name, fill in fills.items()
+            }
             if "position_ids" in tensors:
                 # The padding is a separate document.
                 more = torch.arange(missing).expand(rows, missing)
@@ -382,6 +381,11 @@ def _pad_first(tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
     """Pad the first dimension of a tensor with `fill`, at its end, to `length`."""
     before = [0, 0] * (tensor.ndim - 1)
     return F.pad(tensor, (*before, 0, length - len(tensor)), value=fill)
+
+
+def _pad_positions(tensor: torch.Tensor, missing: int, fill: float) -> torch.Tensor:
+    """Append `missing` positions of `fill` to every row of a tensor [B, T, ...]."""
+    return F.pad(tensor, (*[0, 0] * (tensor.ndim - 2), 0, missing), value=fill)
 
 
 def _split_pairs(sample: Sample, names: Sequence[str]) -> list[Piece]:
