@@ -326,6 +326,7 @@ def build_model(start: RunStart) -> str:
     start.model = models.prepare(start.model_cfg, start.device)
     loading.check_weights_fit(start.model, cfg.model)
     models.check_context_parallel(start.model, parts, length)
+    models.check_expert_parallel(start.model, cfg.sharding, start.world_size)
     count = sum(p.numel() for p in start.model.parameters())
     return f"{models.model_class_name(start.model)}, {count:,} parameters"
 
