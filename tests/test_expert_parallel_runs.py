@@ -86,7 +86,7 @@ def test_accelerate_launch_logs_the_same_metrics(tmp_path, folders, text_file):
 def rows(tmp_path_factory) -> dict[str, Path]:
     """Prompts and completions, and pairs of answers, of unequal lengths."""
     folder = tmp_path_factory.mktemp("rows")
-    made: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for name in ("examples", "pairs"):
         lines = []
         for i in range(1, 100):
@@ -95,16 +95,17 @@ def rows(tmp_path_factory) -> dict[str, Path]:
             row["chosen"] = row["completion"]
             names = ("completion",) if name == "examples" else ("chosen", "rejected")
             lines.append(json.dumps({"prompt": f"To {i}: ", **{n: row[n] for n in names}}))
-        made[name] = folder / f"{name}.jsonl"
-        made[name].write_text("\n".join(lines) + "\n")
-    return made
+        files[name] = folder / f"{name}.jsonl"
+        files[name].write_text("\n".join(lines) + "\n")
+    return files
 
 
+ATTENTION = ("--lora.r", 4, "--lora.target_modules", "[q_proj, v_proj]")
 RUNS: dict[str, tuple[str, str, tuple]] = {
-    "LoRA": ("finetune", "examples", ("--lora.r", 4, "--train.eval_prompts", '["To 3"]')),
+    "LoRA": ("finetune", "examples", (*ATTENTION, "--train.eval_prompts", '["To 3"]')),
     "in full, packed": ("finetune", "examples", ("--data.packing", "bfd")),
     "DPO": ("prefer", "pairs", ("--optim.learning_rate", 1e-3)),
-    "DPO with adapters": ("prefer", "pairs", ("--lora.r", 4)),
+    "DPO with adapters": ("prefer", "pairs", ATTENTION),
     "a dense teacher": ("distill", "examples", ("--teacher.name_or_path", "TEACHER")),
     "a teacher with experts": ("distill", "examples", ("--teacher.name_or_path", "OTHER")),
 }
@@ -146,6 +147,15 @@ def test_a_run_is_killed_and_goes_on_with_experts_on_other_ranks(tmp_path, folde
     for first, second in ((2, 1), (1, 2)):
         train(f"from {first}", 2, first, 2)
         assert train(f"from {first}", 2, second, 4) == pytest.approx(expected, rel=5e-5)
+
+
+@pytest.mark.slow
+def test_a_run_refuses_adapters_on_experts(tmp_path, folders, rows):
+    """PEFT's `all-linear` includes the experts of this type."""
+    flags = settings(folders["qwen3_moe"], rows["examples"], tmp_path / "run", *DIVIDED)
+    result = run_recipe_ranks("finetune", 2, *flags, "--lora.r", "4", cwd=ROOT)
+    assert result.returncode != 0
+    assert "has adapters, is trained in full beside adapters, or is in 4 bits" in result.stderr
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ class ShardingConfig:
     expert_parallel: AtLeast1 = 1
     """Number of consecutive ranks that divide the experts of a mixture of experts. Each rank holds
     complete experts, and tokens are sent to their experts, instead of gathering the weights of all
-    experts on every rank. It divides dp_shard and the number of experts."""
+    experts on every rank. It divides dp_shard, which divides the number of experts."""
 
     # ---- Units: modules whose parameters are gathered and freed together
     layer_classes: list[str] = field(default_factory=list)

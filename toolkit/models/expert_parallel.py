@@ -97,12 +97,12 @@ def find_division_obstacle(model: PreTrainedModel, parts: int, shards: int) -> s
     if not modules:
         return (
             f"transformers {transformers.__version__} divides no experts of it (its config class "
-            "has no base_model_ep_plan). Remove the setting"
+            "has no base_model_ep_plan as of transformers 5.24). Remove the setting"
         )
     dispatch = [name for name, style in plan.items() if style == _DISPATCHED]
     parameters = [name for name, style in plan.items() if style == _DIVIDED]
-    if others := sorted({*plan.values()} - {_DISPATCHED, _DIVIDED}):
-        return f"its plan has the styles {', '.join(others)}, which were not tried"
+    if other_styles := sorted({*plan.values()} - {_DISPATCHED, _DIVIDED}):
+        return f"its plan has the styles {', '.join(other_styles)}, which were not tried"
     for name in dispatch:
         module: Any = model.get_submodule(name)
         leaves = [f"{name}.{leaf}" for leaf, _ in module.named_parameters()]
@@ -115,8 +115,7 @@ def find_division_obstacle(model: PreTrainedModel, parts: int, shards: int) -> s
                 f"{name} has {module.num_experts} experts; set sharding.expert_parallel to a "
                 "divisor of them"
             )
-        # Checksums and checkpoints need to know the rows of a rank, which torch computes for equal
-        # parts only.
+        # Checksums and checkpoints need to know the rows of a rank. Only equal parts were tried.
         if module.num_experts % shards and shards > parts:
             return (
                 f"{name} has {module.num_experts} experts, which the {shards} ranks that share a "
@@ -124,6 +123,25 @@ def find_division_obstacle(model: PreTrainedModel, parts: int, shards: int) -> s
                 "ranks in a copy, or sharding.expert_parallel to all of them"
             )
     return ""
+
+
+def check_experts_unchanged(model: nn.Module, parts: int) -> None:
+    """Raise ModelError if adapters or 4-bit weights are in experts that are to be divided.
+
+    Args:
+        model: with its adapters, not yet sharded.
+        parts: `sharding.expert_parallel`.
+    """
+    modules = find_divisible_experts(model).values()
+    for name, module in expert_modules(base_of(model)).items():
+        # PEFT's wrappers are no experts, so the wrapped module is not in transformers' plan.
+        if isinstance(module, PackedExperts) or module not in modules:
+            raise ModelError(
+                f"sharding.expert_parallel {parts}: {name} ({type(module).__name__}) has adapters, "
+                "is trained in full beside adapters, or is in 4 bits, and cannot be divided. Name "
+                "other modules, such as lora.target_modules: [q_proj, k_proj, v_proj, o_proj], "
+                "since all-linear may include experts; or remove sharding.expert_parallel"
+            )
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -141,15 +159,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     base = base_of(model)
     parts = mesh.size((mesh.mesh_dim_names or ()).index(EP))
-    modules = find_divisible_experts(model)
-    # Adapters may have wrapped modules, so that the plan does not match them any more.
-    for name, module in expert_modules(base).items():
-        if isinstance(module, PackedExperts) or module not in modules.values():
-            raise ModelError(
-                f"sharding.expert_parallel {parts}: transformers cannot divide {name} "
-                f"({type(module).__name__}) of {module_class_name(base)}. The reason may be an "
-                "adapter, lora.modules_to_save or 4-bit weights; remove one of the settings"
-            )
+    check_experts_unchanged(model, parts)
     if fault := find_division_obstacle(base, parts, parts * mesh[EFSDP].size()):
         raise ModelError(f"sharding.expert_parallel {parts}: {fault}")
     apply = transformers_private(_MODULE, "apply_expert_parallelism")

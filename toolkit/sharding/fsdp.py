@@ -186,13 +186,7 @@ def apply_fsdp(
         is_recomputed = any(is_inside(name, recomputed) for name in unit.modules)
         if _casts_inputs(unit) and (len(modules) > 1 or is_recomputed):
             _add_cast_hooks(modules, unit)
-        # A rank whose tokens reached no expert must reduce zeros, not a smaller buffer. Outside the
-        # layers a parameter that no rank uses (a tower's embedding) must get no gradient, or AdamW
-        # would decay it.
-        outer = tuple(name + "." if name else "" for name in unit.modules)
-        around_layers = any(layer.startswith(outer) for layer in plan.layers)
-        if not around_layers and hasattr(FSDPModule, _REDUCE_UNUSED):  # from torch 2.13 on
-            cast(Any, modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
+        _reduce_unused_parameters(modules[0], unit, plan)
     if cfg.torch_compile == "model":
         compile_forward(model, **compile_options(cfg))
     unsharded = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
@@ -256,6 +250,19 @@ def _shard_unit(
     if mesh.size() > 1:  # on one rank the factor would only cost a copy of the gradient
         _sum_gradients(modules[0])
     return modules
+
+
+def _reduce_unused_parameters(module: nn.Module, unit: Unit, plan: UnitPlan) -> None:
+    """Make a unit in the decoder layers reduce zeros for parameters that a rank did not use.
+
+    A rank whose tokens reached no expert must reduce zeros, not a smaller buffer. Outside the
+    layers, a parameter that no rank uses (a tower's embedding) must get no gradient, or AdamW would
+    decay it. Does nothing before torch 2.13.
+    """
+    outer = tuple(name + "." if name else "" for name in unit.modules)
+    around_layers = any(layer.startswith(outer) for layer in plan.layers)
+    if not around_layers and hasattr(FSDPModule, _REDUCE_UNUSED):
+        cast(Any, module).set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def _casts_inputs(unit: Unit) -> bool:
