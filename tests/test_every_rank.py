@@ -40,6 +40,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, str]] = {
     "8 experts on 16": ("mixtral", 16, {}, 0, ""),
     "8 experts on 16, Adafactor": ("mixtral", 16, {"optim": "adafactor"}, 0, ""),
     "8 experts on 16, 8 bits": ("mixtral", 16, {"optim": "adamw_8bit"}, 0, ""),
+    "divided over 4": ("mixtral", 8, {"expert_parallel": 4}, 0, ""),
+    "divided over 8": ("mixtral", 8, {"expert_parallel": 8}, 0, ""),
+    "divided, replicas": (
+        *("mixtral", 8, {"expert_parallel": 2, "dp_replicate": 2, "dp_shard": 4}, 0, ""),
+    ),
+    "divided, recomputed": (
+        *("mixtral", 8, {"expert_parallel": 4, "activation_checkpointing": "full"}, 0, ""),
+    ),
+    "divided, adapters": ("mixtral", 8, {"expert_parallel": 4}, 8, ""),
     "adapters of rank 4 on 16": ("llama", 16, {}, 4, ""),
     "DPO": ("llama", 8, {"objective": "sigmoid"}, 0, ""),
     "KTO": ("llama", 8, {"objective": "kto"}, 0, ""),
@@ -210,11 +219,12 @@ def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, 
     """Load, resume, train, evaluate, check and save, as `rank` of ranks that do not exist."""
     from toolkit import checkpoint
     from toolkit.config.settings import CheckpointConfig
+    from toolkit.models.expert_parallel import even_dispatch
     from toolkit.training.guards.integrity import Integrity
 
     _, _, sharding, r, fault = CASES[name]
     own = Path(root, f"{name}-{rank}")
-    with one_rank.as_rank(rank, world) as noted:
+    with one_rank.as_rank(rank, world) as noted, even_dispatch():
         state = build(folder, world, sharding, r)
         step = checkpoint.resume(state, root, CheckpointConfig())
         with planted(fault, rank, state.model):
@@ -270,6 +280,7 @@ def test_all_ranks_do_the_same_in_the_same_order(folders, tmp_path: Path, name: 
     assert one_rank.differing({rank: of["order"] for rank, of in by_rank.items()}) == ""
     kinds = {line.split()[0] for line in found[0]["order"]}
     assert kinds >= {"all_gather", "reduce_scatter", "exchange"}
+    assert any("all_to_all" in kind for kind in kinds) == ("divided" in name)
     for of in found:
         assert (of["step"], of["finite"], of["skipped"]) == (1, True, False)
         assert of["shards"] == of["holds"]  # a rank without a value writes no file

@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit import export, hub, loading, models, objectives, ranks, training
-from toolkit.adapters import add_adapters, check_target_names
+from toolkit.adapters import add_adapters, check_target_names, refuse_adapted_experts
 from toolkit.checkpoint import disk_space
 from toolkit.checkpoint.adapter_source import apply_adapter_settings, check_same_base, open_adapter
 from toolkit.checkpoint.commit import committed_steps
@@ -326,6 +326,7 @@ def build_model(start: RunStart) -> str:
     start.model = models.prepare(start.model_cfg, start.device)
     loading.check_weights_fit(start.model, cfg.model)
     models.check_context_parallel(start.model, parts, length)
+    models.check_expert_parallel(start.model, cfg.sharding, start.world_size)
     count = sum(p.numel() for p in start.model.parameters())
     return f"{models.model_class_name(start.model)}, {count:,} parameters"
 
@@ -351,10 +352,12 @@ def check_adapter_files(start: RunStart) -> str:
 def check_adapter(start: RunStart) -> str:
     """Raise on all ranks if `lora.from` or `preference.reference` do not fit. Collective.
 
-    Logs which adapter is continued, and what the reference is. Returns "".
+    Also raises if adapters are on experts that `sharding.expert_parallel` divides. Logs which
+    adapter is continued, and what the reference is. Returns "".
     """
 
     def check() -> str:
+        refuse_adapted_experts(start.model, start.cfg.adapters, start.cfg.sharding.expert_parallel)
         resumes = bool(committed_steps(checkpoint_root(start.cfg)))
         return check_continued_adapter(start.cfg, start.model, resumes=resumes)
 
@@ -533,14 +536,11 @@ def shard_on_meta(start: RunStart) -> str:
     cfg, world_size = start.build_cfg, start.world_size
     assert world_size is not None
     compiled = cfg.sharding.torch_compile
-    with sharded(cfg, world_size, model=start.model, torch_compile=compiled) as (
-        sharded_model,
-        sharding,
-    ):
-        rows = unit_rows(sharded_model, sharding)
-        replicas, shards = (sharded_model.mesh.axes[axis] for axis in (DP_REPLICATE, DP_SHARD))
+    with sharded(cfg, world_size, model=start.model, torch_compile=compiled) as (result, sharding):
+        rows = unit_rows(result, sharding)
+        replicas, shards = (result.mesh.axes[axis] for axis in (DP_REPLICATE, DP_SHARD))
         rank_bytes = size_text(sum(row.bytes_sharded for row in rows))
-        start.model = sharded_model.model
+        start.model = result.model
         return f"{len(rows)} units on {replicas} x {shards} ranks, {rank_bytes} of parameters each"
 
 

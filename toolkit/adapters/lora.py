@@ -30,6 +30,7 @@ from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
 from toolkit.models.causal_lm import find_fp32_tensors
 from toolkit.models.classes import model_class_name
+from toolkit.models.expert_parallel import check_experts_unchanged
 from toolkit.models.packed_experts import packed_expert_weights
 from toolkit.models.peft_model import (
     ADAPTER,
@@ -242,6 +243,20 @@ def _build_exclude_modules(targets: Targets) -> str | list[str]:
     if ends:
         patterns.append(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, ends))})")
     return "|".join(patterns)
+
+
+def refuse_adapted_experts(model: PreTrainedModel, cfg: LoraConfig | None, parts: int) -> None:
+    """Raise ModelError if the LoRA settings change experts that `expert_parallel` divides.
+
+    Adds the adapters to a copy of the model. Not collective.
+
+    Args:
+        model: on meta, without adapters.
+        cfg: the settings; None: no adapters.
+        parts: `sharding.expert_parallel`; nothing is checked if it is 1.
+    """
+    if cfg is not None and parts > 1:
+        check_experts_unchanged(add_adapters(copy.deepcopy(model), cfg), parts)
 
 
 @ranks.collective

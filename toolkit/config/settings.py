@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.config.data import DataConfig, FinetuneDataConfig
+from toolkit.config.expert_parallel import check_expert_parallel
 from toolkit.config.fields import AllOrCount, AtLeast1, Fraction, NonNegative, NotNegative, Positive
 from toolkit.config.lora import LoraConfig
 from toolkit.config.outputs import CheckpointConfig, HubConfig, MetricsConfig
@@ -113,6 +114,10 @@ class ShardingConfig:
     device. Each rank holds an equal part of a row; in attention, each has all tokens of a part of
     the heads (Ulysses). It divides the number of processes and the attention heads. The product
     dp_replicate x dp_shard includes these ranks."""
+    expert_parallel: AtLeast1 = 1
+    """Number of consecutive ranks that divide the experts of a mixture of experts. Each rank holds
+    complete experts, and tokens are sent to their experts, instead of gathering the weights of all
+    experts on every rank. It divides dp_shard, which divides the number of experts."""
 
     # ---- Units: modules whose parameters are gathered and freed together
     layer_classes: list[str] = field(default_factory=list)
@@ -461,6 +466,7 @@ class RunConfig:
             )
         if self.model.float8 != "none":
             self._check_float8()
+        check_expert_parallel(self)
         if self.data.streaming and self.train.max_steps == -1:
             raise ConfigError(
                 "data.streaming needs train.max_steps, because the length of a pass is unknown"

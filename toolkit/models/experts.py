@@ -49,19 +49,25 @@ def set_experts_kernel(model: PreTrainedModel, kernel: str) -> None:
         )
 
 
-def describe_experts(model: nn.Module, requested: str) -> str:
+def describe_experts(model: nn.Module, requested: str, parts: int = 1) -> str:
     """Format the log line about the kernel of fused experts; "" if the model has none.
 
     Args:
         model: sharded or not, with or without adapters.
         requested: value of `model.experts_implementation`.
+        parts: value of `sharding.expert_parallel`.
     """
     modules = expert_modules(base_of(model))
     if not modules:
         return ""
     kernels = ", ".join(sorted(_kernels_in_use(model)))
     chooser = "as transformers chooses" if requested == "auto" else "model.experts_implementation"
-    return f"experts    {len(modules)} layers of fused experts, kernel {kernels} ({chooser})"
+    line = f"experts    {len(modules)} layers of fused experts, kernel {kernels} ({chooser})"
+    if parts > 1:
+        line += (
+            f"; divided among {parts} ranks, to which tokens are sent (sharding.expert_parallel)"
+        )
+    return line
 
 
 def _kernels_in_use(model: nn.Module) -> set[str]:

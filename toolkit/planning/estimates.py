@@ -239,10 +239,12 @@ def estimate(
         computing = factors.time * _compute_seconds(work, device, on_host)
         sending: list[float] = []
         exchanging = 0.0
-        parts = cfg.sharding.context_parallel
+        # The settings exclude each other.
+        parts = max(cfg.sharding.context_parallel, cfg.sharding.expert_parallel)
         for (kind, nbytes, ranks), count in work.traffic.items():
             if kind == "all_to_all":
-                # Attention waits for its heads, so nothing overlaps with this exchange.
+                # Attention waits for its heads, and experts for their tokens, so nothing overlaps
+                # with this exchange.
                 link = device.link if parts <= device.per_node else device.network
                 exchanging += count * nbytes * (parts - 1) / parts / (LINKS * link)
                 continue

@@ -160,7 +160,8 @@ def shard_within_machines(cfg: RunConfig, model: nn.Module, run: Run, memory: in
     }
     # A number of ranks to reshard over is meant for the mesh of all ranks.
     has_group_size = any(type(value) is int for value in resharding)
-    if not is_open or not is_contiguous or has_group_size:
+    divides_experts = local_size % sharding.expert_parallel == 0
+    if not (is_open and is_contiguous and divides_experts) or has_group_size:
         return cfg
     mesh = replace(sharding, dp_replicate=count, dp_shard=local_size)
     changed = replace(cfg, sharding=mesh)

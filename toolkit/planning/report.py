@@ -178,7 +178,7 @@ class PlanReport:
         lines = [
             f"model   {sim.model}, {counts}",
             f"mesh    {self.plan.world_size} rank(s): dp_replicate {sim.mesh[0]} x dp_shard "
-            f"{sim.mesh[1]}",
+            f"{sim.mesh[1]}{_format_expert_parallel(sim.sharding.expert_parallel)}",
             f"batch   {train.micro_batch} x {length:,} tokens, {train.gradient_accumulation_steps} "
             f"accumulated: {self.plan.estimate.tokens_per_step:,} tokens a step",
         ]
@@ -390,6 +390,7 @@ def summarise_units(cfg: RunConfig, world_size: int | None = None) -> dict[str, 
             "parameters": sum(row.parameters for row in rows),
             "world_size": world_size,
             "mesh": {name: sharded_model.mesh.axes[name] for name in (DP_REPLICATE, DP_SHARD)},
+            "expert_parallel": sharding.expert_parallel,
             "bytes_sharded": sum(row.bytes_sharded for row in rows),
             "units": [asdict(row) for row in rows],
             "dtypes": dtype_ledger(sharded_model, sharding),
@@ -399,12 +400,18 @@ def summarise_units(cfg: RunConfig, world_size: int | None = None) -> dict[str, 
         }
 
 
+def _format_expert_parallel(parts: int) -> str:
+    """Format the end of a line about the mesh; "" if experts are not divided."""
+    return f" (expert_parallel {parts})" if parts > 1 else ""
+
+
 def format_units(summary: dict[str, Any]) -> str:
     """Format the result of `summarise_units` as text."""
     mesh = summary["mesh"]
     return (
         f"model   {summary['model']}, {summary['parameters']:,} parameters\n"
         f"mesh    {summary['world_size']} ranks: dp_replicate {mesh['dp_replicate']} x dp_shard "
-        f"{mesh['dp_shard']}; {summary['bytes_sharded'] / 1e6:,.1f} MB of parameters a rank\n"
+        f"{mesh['dp_shard']}{_format_expert_parallel(summary['expert_parallel'])}; "
+        f"{summary['bytes_sharded'] / 1e6:,.1f} MB of parameters a rank\n"
         f"dtypes  {summary['ledger']}\n\n{summary['table']}"
     )

@@ -36,6 +36,7 @@ from toolkit.formats import local_tensor, transformers_private
 from toolkit.loading.materialisation import place_parameter, set_tensor
 from toolkit.mesh import DP_REPLICATE, DP_SHARD
 from toolkit.models.classes import model_class_name, original_class
+from toolkit.models.expert_parallel import even_dispatch
 from toolkit.models.layers import decoder_layers, tied_families
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
@@ -258,6 +259,11 @@ def _list_unplanned_settings(cfg: RunConfig, *, eager: bool) -> list[str]:
         notes.append("what torch_compile saves is not planned: activations are eager ones")
     if cfg.model.float8 != "none":
         notes.append("model.float8 is not planned: time and gathered weights are of bfloat16")
+    if cfg.sharding.expert_parallel > 1:
+        notes.append(
+            "sharding.expert_parallel is planned with even loads: a rank whose experts get more "
+            "tokens than the mean needs more memory and time"
+        )
     return notes
 
 
@@ -450,7 +456,10 @@ def allocate_and_run_step(
             loss=compute_loss,
             router=build_router(sharded, cfg),
         )
-        around(lambda: step(sharded, optimizer, batches))
+        # Ranks that do not exist send no tokens to experts.
+        divides_experts = cfg.sharding.expert_parallel > 1
+        with even_dispatch() if divides_experts else contextlib.nullcontext():
+            around(lambda: step(sharded, optimizer, batches))
     if accumulation > 1:
         meter.work["other micro-batches"] *= accumulation - 1
     parameter_bytes = sum(local_bytes(m.parameters()) for m in (model, *frozen_models))

@@ -198,6 +198,8 @@ class SmallRun:
         if parts > 1:
             # The position counts samples, so other ranks may read complete rows.
             flags += ["--sharding.context_parallel", "1"]
+        if self.cfg.sharding.expert_parallel > 1:
+            flags += ["--sharding.expert_parallel", "1"]
         log = self._run_to_end("other_ranks", world_size, *flags)
         position = _read_position(checkpoint)
         loss = read_metrics(self.run)[-1]["loss"]

@@ -11,6 +11,7 @@ from torch import nn
 from toolkit.config import CheckpointConfig, ShardingConfig
 from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig, RunConfig
 from toolkit.errors import ModelError
+from toolkit.models.expert_parallel import find_divisible_experts
 from toolkit.models.patterns import matching_modules, matching_parameters
 from toolkit.rehearsal.shrunk import Shrunk
 
@@ -112,9 +113,11 @@ def rehearsal_config(
         output: output_dir of the small run.
     """
     small: Any = settings_for_cpu(cfg)
+    mesh = _choose_mesh(cfg.sharding, world_size)
     sharding = {
-        **_choose_mesh(cfg.sharding, world_size),
+        **mesh,
         "context_parallel": _choose_context(cfg.sharding, world_size, model),
+        "expert_parallel": _choose_expert_ranks(cfg.sharding, world_size, mesh, model),
         **_sharding_changes(small.sharding, shrunk),
     }
     small = replace(
@@ -163,6 +166,26 @@ def _choose_context(cfg: ShardingConfig, world_size: int, model: Any) -> int:
         return 1
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
     return math.gcd(cfg.context_parallel, world_size, heads if isinstance(heads, int) else 1)
+
+
+def _choose_expert_ranks(
+    cfg: ShardingConfig, world_size: int, mesh: dict[str, int], model: nn.Module
+) -> int:
+    """Choose how many ranks divide experts in the rehearsal: at most as many as in the run.
+
+    They must divide the ranks of a copy, and the experts of the small model.
+
+    Args:
+        cfg: the sharding settings of the run.
+        world_size: the number of processes of the rehearsal.
+        mesh: result of `_choose_mesh`.
+        model: the small model.
+    """
+    if cfg.expert_parallel == 1:
+        return 1
+    shards = 1 if mesh["dp_shard"] == 1 else world_size // mesh["dp_replicate"]
+    modules: Any = find_divisible_experts(model).values()
+    return math.gcd(cfg.expert_parallel, shards, *(module.num_experts for module in modules))
 
 
 def _choose_mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:

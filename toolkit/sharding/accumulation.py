@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 from toolkit.formats.container_memory import container_memory, peak_host_memory
+from toolkit.mesh import count_gathered_values
 
 _WHOLE_GRADIENT = (
     0.25  # of the device's memory; larger gradients are reduced after each micro-batch
@@ -114,7 +115,7 @@ class Accumulation:
         """
         free, total, activations = _measure_memory(device)
         sharded = (p for p in self._model.parameters() if isinstance(p, DTensor))
-        gathered = sum(p.numel() for p in sharded) * self._gathered_size
+        gathered = sum(map(count_gathered_values, sharded)) * self._gathered_size
         # If samples have many lengths, the longest one may not have come in two steps.
         longer = activations if len(self._shapes) > 1 else 0
         return free - _MARGIN * total - gathered - longer

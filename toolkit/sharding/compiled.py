@@ -73,6 +73,7 @@ def should_compile_layers(
             device_type: device_type != "cuda",
             "samples of many lengths": not fixed_length,
             "model.kernels": own_kernels,
+            "expert_parallel": cfg.expert_parallel > 1,
             f"the unit {inside} inside a layer": inside is not None,
             "activation_offload": cfg.activation_offload,
             "mlp_chunk_tokens": cfg.mlp_chunk_tokens > 0,

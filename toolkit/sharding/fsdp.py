@@ -33,6 +33,7 @@ from toolkit.formats import torch_private
 from toolkit.mesh import Mesh
 from toolkit.models.causal_lm import find_fp32_tensors
 from toolkit.models.classes import build_from_config, original_class
+from toolkit.models.expert_parallel import divide_experts
 from toolkit.models.modes import forked_rng
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of
@@ -169,6 +170,9 @@ def apply_fsdp(
     cfg = dataclasses.replace(cfg, embedding_units=should_split_embeddings(model, cfg, device_type))
     replicated, frozen_why = should_replicate_frozen(model, cfg, shards, device_type)
     cfg = dataclasses.replace(cfg, frozen="replicated" if replicated else "sharded")
+    if cfg.expert_parallel > 1:
+        assert mesh.expert_mesh is not None
+        divide_experts(model, mesh.expert_mesh)
     plan = plan_units(model, cfg)
     _refuse_unsupported_dtypes(model, plan, cfg)
     _cast_buffers(base_of(model), getattr(torch, cfg.param_dtype))
@@ -181,16 +185,12 @@ def apply_fsdp(
         for name in plan.layers:
             compile_forward(model.get_submodule(name), **compile_options(cfg))
     for unit in plan.units:
-        modules = _shard_unit(model, unit, mesh.fsdp, cfg, _reshard_argument(unit, shards))
-        if len(modules) > 1 or any(is_inside(name, recomputed) for name in unit.modules):
+        unit_mesh = mesh.expert_fsdp if unit.has_experts else mesh.fsdp
+        modules = _shard_unit(model, unit, unit_mesh, cfg, _reshard_argument(unit, shards))
+        is_recomputed = any(is_inside(name, recomputed) for name in unit.modules)
+        if _casts_inputs(unit) and (len(modules) > 1 or is_recomputed):
             _add_cast_hooks(modules, unit)
-        # A rank whose tokens reached no expert must reduce zeros, not a smaller buffer. Outside the
-        # layers a parameter that no rank uses (a tower's embedding) must get no gradient, or AdamW
-        # would decay it.
-        outer = tuple(name + "." if name else "" for name in unit.modules)
-        around_layers = any(layer.startswith(outer) for layer in plan.layers)
-        if not around_layers and hasattr(FSDPModule, _REDUCE_UNUSED):  # from torch 2.13 on
-            cast(Any, modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
+        _reduce_unused_parameters(modules[0], unit, plan)
     if cfg.torch_compile == "model":
         compile_forward(model, **compile_options(cfg))
     unsharded = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
@@ -247,6 +247,7 @@ def _shard_unit(
             param_dtype=unit.param_dtype,
             reduce_dtype=getattr(torch, cfg.reduce_dtype),
             output_dtype=unit.output_dtype,
+            cast_forward_inputs=_casts_inputs(unit),
         ),
         offload_policy=build_offload_policy(cfg, mesh.device_type),
         ignored_params=ignored or None,
@@ -254,6 +255,28 @@ def _shard_unit(
     if mesh.size() > 1:  # on one rank the factor would only cost a copy of the gradient
         _sum_gradients(modules[0])
     return modules
+
+
+def _reduce_unused_parameters(module: nn.Module, unit: Unit, plan: UnitPlan) -> None:
+    """Make a unit in the decoder layers reduce zeros for parameters that a rank did not use.
+
+    A rank whose tokens reached no expert must reduce zeros, not a smaller buffer. Outside the
+    layers, a parameter that no rank uses (a tower's embedding) must get no gradient, or AdamW would
+    decay it. Does nothing before torch 2.13.
+    """
+    outer = tuple(name + "." if name else "" for name in unit.modules)
+    around_layers = any(layer.startswith(outer) for layer in plan.layers)
+    if not around_layers and hasattr(FSDPModule, _REDUCE_UNUSED):
+        cast(Any, module).set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _casts_inputs(unit: Unit) -> bool:
+    """Decide whether the inputs of a unit are cast to its compute dtype.
+
+    Divided experts get hidden states in that dtype from their layer, unless they have a dtype of
+    their own. Their routing weights stay in the router's dtype, as in an undivided layer.
+    """
+    return not unit.has_experts or unit.output_dtype is not None
 
 
 def _sum_gradients(unit: Any) -> None:
@@ -423,6 +446,8 @@ def should_replicate_frozen(
     frozen = frozen_parameters(model)
     if cfg.frozen == "sharded" or not frozen:
         return False, ""
+    if cfg.frozen == "auto" and cfg.expert_parallel > 1:
+        return False, "expert_parallel"
     if cfg.frozen == "auto" and (cfg.cpu_offload or device_type == "cpu"):
         return False, "cpu_offload" if cfg.cpu_offload else device_type
     # FSDP2 casts gathered parameters only. A replicated one must be stored in its compute dtype.

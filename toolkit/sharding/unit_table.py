@@ -8,6 +8,7 @@ from torch import nn
 
 from toolkit.config.settings import ShardingConfig
 from toolkit.formats import DTYPES, assets_of, local_tensor
+from toolkit.mesh import count_gathered_values
 from toolkit.models.packed_linear import PackedWeight, packed_weights
 from toolkit.sharding.fsdp import Sharded
 from toolkit.tables import format_table, group_numbered_names
@@ -48,7 +49,9 @@ def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
         nbytes = sum(
             local_tensor(p).numel() * p.element_size() for p in parameters_of_unit.values()
         )
-        gathered = sum(p.numel() for p in parameters_of_unit.values()) * unit.param_dtype.itemsize
+        gathered = (
+            sum(map(count_gathered_values, parameters_of_unit.values())) * unit.param_dtype.itemsize
+        )
         dtypes = (
             _format_storage(parameters_of_unit, packed),
             _dtype_name(unit.param_dtype),

@@ -9,6 +9,9 @@ nothing else become one joint unit (zamba's shared transformer). If there are no
 units themselves are joined. A head with its own compute dtype forms a joint unit with the embedding
 that it is tied to.
 
+[Note: units of experts] With `expert_parallel`, the experts of a layer are a unit. It is gathered
+over fewer ranks (the axis `efsdp`), because the ranks of the axis `ep` hold other experts.
+
 [Note: replicated parameters] The parameters that transformers keeps in fp32 for half precision
 (routers, decay rates, sinks) are small, and often used without a forward of their module, so that
 no hook would gather them. They stay complete on every rank, as scalars do. Their gradients are
@@ -16,7 +19,7 @@ summed over the ranks once a step.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +31,7 @@ from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
 from toolkit.models.causal_lm import find_fp32_tensors
 from toolkit.models.classes import model_class_name
+from toolkit.models.expert_parallel import find_divisible_experts
 from toolkit.models.layers import (
     decoder_layers,
     enclosing_module_names,
@@ -58,6 +62,7 @@ class Unit:
     param_dtype: torch.dtype  # of the gathered parameters and of the computation
     output_dtype: torch.dtype | None
     reshard_after_forward: bool | int | None  # as `fully_shard` takes it
+    has_experts: bool = False  # divided among the axis `ep`; see [Note: units of experts]
 
     @property
     def name(self) -> str:
@@ -99,6 +104,8 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
         embedding = _find_name(base.get_input_embeddings(), modules)
         head = _find_name(base.get_output_embeddings(), modules)
     members: list[Member] = []
+    experts = find_divisible_experts(model) if cfg.expert_parallel > 1 else {}
+    members += [(name,) for name in experts]
     if root_only is None:
         members += [(name,) for name in layers]
     # The caller decides `auto`, because it knows the device.
@@ -124,6 +131,7 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     filled.sort(key=lambda m: (-max(depth[name] for name in m), order[m[0]]))
     units = [_build_unit(cfg, m, owned[m], members, dtypes, head) for m in filled]
     units = _apply_reshard_overrides(model, cfg, units)
+    units = _mark_experts(model, units, experts, replicated)
     names = [n for n, p in model.named_parameters() if id(p) in replicated]
     return UnitPlan(tuple(units), tuple(layers), tuple(names), root_only)
 
@@ -442,6 +450,39 @@ def _build_unit(
     return Unit(
         member, parameters, own_dtypes[-1] if own_dtypes else default, output_dtype, reshard
     )
+
+
+def _mark_experts(
+    model: nn.Module, units: list[Unit], experts: Collection[str], replicated: set[int]
+) -> list[Unit]:
+    """Return the units with `has_experts` set for those of divided experts.
+
+    Args:
+        model: the model.
+        units: all units.
+        experts: names of the modules whose experts are divided.
+        replicated: `id()` of the parameters that no unit owns.
+
+    Raises:
+        ShardingError: a unit has experts and other modules, or parameters of experts are
+            replicated.
+    """
+    for name in experts:
+        for leaf, parameter in model.get_submodule(name).named_parameters():
+            if id(parameter) in replicated:
+                raise ShardingError(
+                    f"sharding.expert_parallel: every rank would hold all of {name}.{leaf}; it is "
+                    "in sharding.ignored_parameters, or is kept in another dtype than the other "
+                    "experts. Remove one of the settings"
+                )
+    marked = [replace(u, has_experts=not {*u.modules}.isdisjoint(experts)) for u in units]
+    for unit in marked:
+        if unit.has_experts and not {*unit.modules} <= {*experts}:
+            raise ShardingError(
+                f"sharding.expert_parallel: the unit {', '.join(unit.modules)} has experts and "
+                "other modules, which share parameters or a dtype override; remove the setting"
+            )
+    return marked
 
 
 def _apply_reshard_overrides(

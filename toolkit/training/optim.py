@@ -19,6 +19,7 @@ from toolkit import ranks
 from toolkit.config.settings import OptimConfig
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import reshard
+from toolkit.mesh import count_gathered_values
 from toolkit.models.packed_linear import import_bitsandbytes
 from toolkit.models.peft_model import base_of, trained_module
 from toolkit.models.reward import reward_head
@@ -68,12 +69,14 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     reshard(model)
     parameters_by_key: dict[tuple, list[nn.Parameter]] = {}
     for parameter, decays, is_special in _classify_parameters(model, cfg):
-        # A fused call cannot combine sharded and replicated parameters.
-        key = (is_special, not isinstance(parameter, DTensor), not decays)
+        # A fused call cannot combine sharded and replicated parameters, nor those of two meshes.
+        is_replicated = not isinstance(parameter, DTensor)
+        is_divided = count_gathered_values(parameter) < parameter.numel()
+        key = (is_special, is_replicated, not decays, is_divided)
         parameters_by_key.setdefault(key, []).append(parameter)
     groups: list[dict[str, Any]] = []
     for key in sorted(parameters_by_key):
-        is_special, _, is_undecayed = key
+        is_special, _, is_undecayed, _ = key
         groups.append(
             {
                 "params": parameters_by_key[key],

@@ -76,7 +76,7 @@ def start_metrics(
         f"model      {models.model_class_name(base_of(model))}, {total / 1e6:,.1f} M parameters"
         + share,
         format_frozen_towers(model),
-        describe_experts(model, cfg.model.experts_implementation),
+        describe_experts(model, cfg.model.experts_implementation, cfg.sharding.expert_parallel),
         *(coverage_lines(model) if has_adapters(model) else []),
         quantise.describe_quantisation(model, 1 if is_base_replicated else sharded.mesh.shards),
         *format_unit_table(sharded, cfg.sharding).splitlines(),

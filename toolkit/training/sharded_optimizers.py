@@ -323,15 +323,18 @@ class _PooledSums(dict[nn.Parameter, list[torch.Tensor]]):
 
         Tensors of unsharded parameters are not changed.
         """
-        sharded = [p for p in self if isinstance(p, DTensor)]
-        if not sharded:
-            return
-        mesh = sharded[0].device_mesh
-        parts = [part for p in sharded for part in self[p]]
-        flat = torch.cat([part.float().flatten() for part in parts]).to(mesh.device_type)
-        dist.all_reduce(flat, group=mesh.get_group(mesh.ndim - 1))
-        for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
-            part.copy_(total.view_as(part))
+        # Divided experts have another mesh than other parameters, with two axes to sum over.
+        by_layout: dict[tuple, list[torch.Tensor]] = {}
+        for p in self:
+            if isinstance(p, DTensor):
+                axes = tuple(i for i, kind in enumerate(p.placements) if not kind.is_replicate())
+                by_layout.setdefault((p.device_mesh, axes), []).extend(self[p])
+        for (mesh, axes), parts in by_layout.items():
+            flat = torch.cat([part.float().flatten() for part in parts]).to(mesh.device_type)
+            for axis in axes:
+                dist.all_reduce(flat, group=mesh.get_group(axis))
+            for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+                part.copy_(total.view_as(part))
 
 
 def _zeros_per_row(

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -20,8 +22,8 @@ from torch.profiler import record_function
 
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import TrainingError
-from toolkit.formats import reshard
-from toolkit.mesh import View
+from toolkit.formats import local_tensor, reshard
+from toolkit.mesh import EP, View
 from toolkit.models.float8 import gathers_float8, precompute_scales
 from toolkit.sharding.fsdp import Sharded
 from toolkit.training.guards import watchdog
@@ -289,8 +291,12 @@ def clip_gradients(
             mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(p)
     norms = []
-    for parameters in by_mesh.values():
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    for mesh, parameters in by_mesh.items():
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if mesh is not None and EP in (mesh.mesh_dim_names or ()):
+            norms.append(_norm_of_divided(gradients, mesh, device))
+            continue
+        norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # With offloading, sharded gradients are in host memory.
         norms.append(norm.to(device))
@@ -304,6 +310,29 @@ def clip_gradients(
         for parameters in by_mesh.values():
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
+
+
+def _norm_of_divided(
+    gradients: list[torch.Tensor], mesh: DeviceMesh, device: torch.device
+) -> torch.Tensor:
+    """Compute the norm of the gradients of divided experts. Collective.
+
+    DTensor would do it, too, but warns that it adds up two axes one after the other.
+
+    Args:
+        gradients: DTensors with equal placements.
+        mesh: their mesh.
+        device: device of the result.
+
+    Returns:
+        The norm over all ranks that share a copy of the model, 0-d.
+    """
+    placements = cast(DTensor, gradients[0]).placements
+    square = torch.nn.utils.get_total_norm([local_tensor(g) for g in gradients]).square().to(device)
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate():
+            dist.all_reduce(square, group=mesh.get_group(axis))
+    return square.sqrt()
 
 
 def _sum_replicated(model: nn.Module, ranks: View) -> None:
