@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -210,19 +211,8 @@ def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
     if not sharding.activation_offload and sharding.torch_compile in (False, "none", "auto"):
         name = "activation_offload with activation_checkpointing full"
         add(name, {"sharding": {**full, "activation_offload": True}})
-    tokens = cfg.data.sequence_length * micro_batch
-    if not sharding.mlp_chunk_tokens and tokens // sharding.context_parallel > _MLP_CHUNK:
-        name = f"mlp_chunk_tokens {_MLP_CHUNK} with activation_checkpointing full"
-        chunks = {**full, "mlp_chunk_tokens": _MLP_CHUNK, "torch_compile": "none"}
-        add(name, {"sharding": chunks})
-    for parts in _CONTEXT_PARALLEL if micro_batch == 1 else ():
-        present = sharding.context_parallel
-        if parts > present and parts % present == 0 and world_size % parts == 0:
-            # Fewer groups of ranks read rows, and the global batch does not change.
-            steps = accumulation * parts // present
-            name = f"context_parallel {parts}, accumulation {steps}"
-            train = {"gradient_accumulation_steps": steps}
-            add(name, {"sharding": {"context_parallel": parts}, "train": train})
+    for name, sections in _changes_for_long_rows(cfg, world_size):
+        add(name, sections)
     if not sharding.cpu_offload and sharding.frozen != "replicated":
         add("cpu_offload true", {"sharding": {"cpu_offload": True}})
     if sharding.dp_shard != 1:
@@ -250,6 +240,26 @@ def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
             name = f"lora.r {rank or 16}, lora.load_in_4bit"
             add(name, sections, same_training=False, base=finetuning)
     return changes
+
+
+def _changes_for_long_rows(
+    cfg: RunConfig, world_size: int
+) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Yield (name, sections of settings) of changes that save activations of long rows."""
+    sharding, train = cfg.sharding, cfg.train
+    present = sharding.context_parallel
+    tokens = cfg.data.sequence_length * train.micro_batch
+    if not sharding.mlp_chunk_tokens and tokens // present > _MLP_CHUNK:
+        chunks = {"activation_checkpointing": "full", "mlp_chunk_tokens": _MLP_CHUNK}
+        name = f"mlp_chunk_tokens {_MLP_CHUNK} with activation_checkpointing full"
+        yield name, {"sharding": {**chunks, "torch_compile": "none"}}
+    for parts in _CONTEXT_PARALLEL if train.micro_batch == 1 else ():
+        if parts > present and parts % present == 0 and world_size % parts == 0:
+            # Fewer groups of ranks read rows, and the global batch does not change.
+            steps = train.gradient_accumulation_steps * parts // present
+            sections = {"sharding": {"context_parallel": parts}}
+            sections["train"] = {"gradient_accumulation_steps": steps}
+            yield f"context_parallel {parts}, accumulation {steps}", sections
 
 
 def compare_layouts(plan: Plan, device: Device, memory: int | None, report: Report) -> list[Plan]:
