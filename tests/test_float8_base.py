@@ -75,9 +75,7 @@ WAYS = {
     ),
     "replicated": dataclasses.replace(FP32, frozen="replicated"),
     "replicas": dataclasses.replace(FP32, dp_shard=1),
-    "compiled": dataclasses.replace(
-        FP32, activation_checkpointing="selective", **COMPILED
-    ),
+    "compiled": dataclasses.replace(FP32, activation_checkpointing="selective", **COMPILED),
 }
 
 
