@@ -292,7 +292,7 @@ class ToolkitLoop:
         mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
         models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, run.device)
         model_cfg = model_settings(cfg)
-        base = models.prepare(model_cfg, run.device)
+        base = models.prepare(model_cfg, run.device, adapted=bool(cfg.adapters))
         self.data = prepare_data(cfg, base, model_cfg, run, mesh)
         self.model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
         fixed = self.data.fixed_length

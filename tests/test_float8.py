@@ -231,7 +231,7 @@ def test_refused_without_torchao_and_on_other_devices(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"lora": LoraConfig(r=4)}, "lora trains adapters"),
+        ({"lora": LoraConfig(r=4)}, "one scale per row. Set model.float8: rowwise"),
         ({"sharding": ShardingConfig(cpu_offload=True)}, "cpu_offload"),
         ({"sharding": ShardingConfig(param_dtype="float32")}, "param_dtype must be bfloat16"),
         ({"sharding": ShardingConfig(torch_compile="model")}, "torch_compile: model"),

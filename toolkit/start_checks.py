@@ -213,7 +213,7 @@ def check_packages(start: RunStart) -> str:
         )
     needed = [
         ("liger_kernel", "model.kernels: liger", cfg.model.kernels == "liger"),
-        ("torchao", "model.float8", cfg.model.float8 != "none"),
+        ("torchao", "model.float8", cfg.torchao_recipe != "none"),
         ("bitsandbytes", "lora.load_in_4bit", cfg.adapters and cfg.adapters.load_in_4bit),
         ("bitsandbytes", "optim.optim: adamw_8bit", cfg.optim.optim == "adamw_8bit"),
     ]
@@ -306,7 +306,7 @@ def check_hub(start: RunStart, *, create: bool) -> str:
 
 
 def check_quantisation(start: RunStart) -> str:
-    """Raise if the 4-bit settings fail in a small trial on the device. Collective. Returns ""."""
+    """Raise if a 4-bit or float8 base fails a trial on the device. Collective. Returns ""."""
     cfg = start.build_cfg
     models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, start.device)
     return ""
@@ -321,9 +321,10 @@ def build_model(start: RunStart) -> str:
     cfg = start.build_cfg
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
     parts, length = cfg.sharding.context_parallel, cfg.data.sequence_length
+    models.check_float8(cfg.torchao_recipe, start.device)
     models.check_usable(cfg.model, length, start.device)
     start.model_cfg = start.add_tokenizer(model_settings(cfg))
-    start.model = models.prepare(start.model_cfg, start.device)
+    start.model = models.prepare(start.model_cfg, start.device, adapted=bool(cfg.adapters))
     loading.check_weights_fit(start.model, cfg.model)
     models.check_context_parallel(start.model, parts, length)
     models.check_expert_parallel(start.model, cfg.sharding, start.world_size)

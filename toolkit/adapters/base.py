@@ -98,11 +98,11 @@ def build_adapter_entry(model: nn.Module) -> dict[str, Any]:
     Returns:
         A dict with these keys. `name_or_path` and `revision`: the base. `digest`: the result of
         `base_digest`, or the text `random, seed N` for random weights. `dtype`: dtypes of the
-        frozen parameters, joined by "/"; None if the base is quantised. `quantised`: the 4-bit
-        settings, or None. `config`: PEFT's settings. `rows`: the number of rows of a resized
-        embedding, or None. `continued`: the adapter that `lora.from` named; the key is absent
-        without it. `sums`: checksum of each tensor of the base in memory; None if no file was
-        loaded. `sums_on`: type of the device on which the checksums were computed.
+        frozen parameters, joined by "/"; None if the base is quantised. `quantised`: settings
+        of the 4-bit or float8 base, or None. `config`: PEFT's settings. `rows`: the number of rows
+        of a resized embedding, or None. `continued`: the adapter that `lora.from` named; the key is
+        absent without it. `sums`: checksum of each tensor of the base in memory; None if no file
+        was loaded. `sums_on`: type of the device on which the checksums were computed.
 
     Raises:
         CheckpointError: nothing was loaded into the base yet.
@@ -188,10 +188,11 @@ def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: obj
             f"{_format_base(before)}, this run has {_format_base(now)}. Set model.name_or_path to "
             "that model, or set another output_dir"
         )
-    four_bits = (
-        "Set lora.load_in_4bit, lora.bnb_4bit_* and the settings that exclude layers as they were"
+    packing = (
+        "Set lora.load_in_4bit, lora.bnb_4bit_*, model.float8 and the settings that exclude layers "
+        "as they were"
     )
-    for key, remedy in (("quantised", four_bits), ("dtype", "Set model.dtype as it was")):
+    for key, remedy in (("quantised", packing), ("dtype", "Set model.dtype as it was")):
         if before.get(key) != now[key]:
             raise CheckpointError(
                 f"{checkpoint} has adapters that were trained on a base "
@@ -261,7 +262,7 @@ def _format_stored_as(key: str, value: Any) -> str:
         value: the value of that key in a result of `build_adapter_entry`.
 
     Returns:
-        "stored in DTYPE", the names and values of 4-bit settings, or "that is not quantised".
+        "stored in DTYPE", the names and values of settings, or "that is not quantised".
     """
     if key == "quantised" and isinstance(value, dict):
         return ", ".join(f"{name} {setting}" for name, setting in value.items())

@@ -27,7 +27,7 @@ class CoverageRow:
     method: str  # `LoRA`, `rsLoRA`, `DoRA`, `in full`, or `-` (not trained)
     trained: int  # number of trained elements
     part: str  # `layer`, `experts` (routed), `router`, `embedding` (or head), `outside_text`
-    in_4_bits: bool = False
+    is_packed: bool = False  # stored in 4 bits or float8
 
     @property
     def elements(self) -> int:
@@ -111,7 +111,7 @@ def coverage_lines(model: nn.Module) -> list[str]:
         names = ", ".join(sorted({_common_ending(row.name) for row in unadapted}))
         share = sum(r.elements for r in unadapted) / total
         remedy = "PEFT has no adapter for them"
-        if any(row.in_4_bits for row in unadapted):
+        if any(row.is_packed for row in unadapted):
             remedy = "lora.quantize_moe_experts keeps them frozen in 4 bits"
         elif all(len(row.shape) > 2 for row in unadapted):
             remedy = f"lora.target_parameters: [{names}] trains them (without dropout and DoRA)"

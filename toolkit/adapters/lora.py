@@ -40,7 +40,7 @@ from toolkit.models.peft_model import (
     trained_copies,
     unwrapped_base,
 )
-from toolkit.models.quantise import quantise_on_meta
+from toolkit.models.quantise import quantise_on_meta, store_in_float8
 from toolkit.models.reward import HEAD
 
 # PEFT is imported where adapters are made: it imports bitsandbytes, which starts CUDA on the first
@@ -263,12 +263,15 @@ def refuse_adapted_experts(model: PreTrainedModel, cfg: LoraConfig | None, parts
 def prepare_adapters(
     model: PreTrainedModel, cfg: LoraConfig | None, param_dtype: str
 ) -> "PreTrainedModel | PeftModel":
-    """Apply the LoRA settings to `model`: quantise it to 4 bits, and add adapters. Collective.
+    """Apply the LoRA settings to `model`: pack its base if requested, and add adapters. Collective.
+
+    The base is stored in 4 bits (`lora.load_in_4bit`), or in float8 if the model was built with
+    `model.float8`.
 
     Args:
         model: a model on meta; it is changed in place.
         cfg: the settings. If it is None, or has neither `r` nor `from`, nothing is done.
-        param_dtype: compute dtype of 4-bit layers.
+        param_dtype: compute dtype of packed layers.
 
     Returns:
         The PeftModel around `model`, or `model` itself if nothing is done. Errors are those of
@@ -278,4 +281,6 @@ def prepare_adapters(
         return model
     if cfg.load_in_4bit:
         quantise_on_meta(model, cfg, param_dtype)
+    elif assets_of(model).float8_setting != "none":
+        store_in_float8(model, cfg, param_dtype)
     return add_adapters(model, cfg)

@@ -127,7 +127,7 @@ def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
     from peft import set_peft_model_state_dict
 
     # PEFT moves adapters to the device and the dtype of their layer's weight, or to the dtype that
-    # a layer of 4 bits computes in.
+    # a packed layer computes in.
     model: Any = fill_without_memory(copy.deepcopy(adapted).double())  # type: ignore[arg-type]
     for layer in model.modules():
         if isinstance(layer, PackedLinear):

@@ -115,10 +115,10 @@ class DistillConfig(FinetuneConfig):
                 "teacher.init random gives a teacher that knows nothing; remove it, and set "
                 "teacher.name_or_path to a trained model"
             )
-        if self.model.float8 != "none":
+        if self.torchao_recipe != "none":
             raise ConfigError(
-                "model.float8 is supported in pretraining and fine-tuning, and was not tried in "
-                "distillation; remove it"
+                "model.float8 of trained layers is supported in pretraining and fine-tuning, and "
+                "was not tried in distillation; remove it"
             )
         if self.train.label_smoothing_factor:
             raise ConfigError(

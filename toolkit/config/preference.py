@@ -239,13 +239,18 @@ class PreferConfig(FinetuneConfig):
         for setting, value, cause in (
             ("train.neftune_noise_alpha", self.train.neftune_noise_alpha, "noise"),
             ("lora.lora_dropout", self.lora.lora_dropout, "dropout"),
-            ("model.float8", self.model.float8 != "none", "scaling by the other rows of a batch"),
         ):
             if value:
                 raise ConfigError(
                     f"{setting}: the model and its reference must be the same function, and "
                     f"{cause} changes the model at each step; remove it"
                 )
+        if self.torchao_recipe != "none":
+            raise ConfigError(
+                "model.float8: the model and its reference must be the same function, and scaling "
+                "by the other rows of a batch changes the model at each step. Remove it, or train "
+                "adapters (lora.r) on a base in float8 (model.float8: rowwise)"
+            )
         if self.train.label_smoothing_factor:
             raise ConfigError(
                 "train.label_smoothing_factor smooths the targets of a cross entropy, which "

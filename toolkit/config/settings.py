@@ -14,6 +14,7 @@ from typing import Any, Literal
 from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.config.expert_parallel import check_expert_parallel
 from toolkit.config.fields import AllOrCount, AtLeast1, Fraction, NonNegative, NotNegative, Positive
+from toolkit.config.float8 import find_float8_conflict
 from toolkit.config.lora import LoraConfig
 from toolkit.config.outputs import CheckpointConfig, HubConfig, MetricsConfig
 from toolkit.errors import ConfigError, ModelError
@@ -74,7 +75,8 @@ class ModelConfig:
     keep their storage dtype. `tensorwise`, one scale per tensor, is fastest and also gathers the
     weights in float8. `rowwise`, one scale per row, rounds less. `rowwise_with_gw_hp` also computes
     the gradients of weights in bfloat16. Needs torchao and an NVIDIA GPU from compute capability
-    8.9 (rowwise: 9.0), and gains with torch_compile only. Emulated on a CPU."""
+    8.9 (rowwise: 9.0), and gains with torch_compile only. Emulated on a CPU. With adapters,
+    `rowwise` stores the frozen base in float8 (1 byte per value) and needs no torchao."""
     revision: str | None = None
     """Branch, tag or commit of the Hub repository."""
     trust_remote_code: bool = False
@@ -464,8 +466,8 @@ class RunConfig:
                 "model.kernels: liger was not tried with sharding.context_parallel; remove one of "
                 "them"
             )
-        if self.model.float8 != "none":
-            self._check_float8()
+        if self.model.float8 != "none" and (why := find_float8_conflict(self)):
+            raise ConfigError(f"model.float8: {self.model.float8}: {why}")
         check_expert_parallel(self)
         if self.data.streaming and self.train.max_steps == -1:
             raise ConfigError(
@@ -484,18 +486,10 @@ class RunConfig:
                 f"must be a multiple of train.eval_steps, got {eval_steps}"
             )
 
-    def _check_float8(self) -> None:
-        """Raise ConfigError for settings with which `model.float8` would not work or not gain."""
-        compiles_model = self.sharding.torch_compile == "model"
-        reasons = {
-            "lora trains adapters on a frozen base, which is not computed in float8": self.adapters,
-            "sharding.cpu_offload moves more than float8 saves": self.sharding.cpu_offload,
-            "sharding.param_dtype must be bfloat16": self.sharding.param_dtype != "bfloat16",
-            "sharding.torch_compile: model was not tried with it; set layer": compiles_model,
-            "sharding.context_parallel was not tried with it": self.sharding.context_parallel > 1,
-        }
-        if why := [reason for reason, holds in reasons.items() if holds]:
-            raise ConfigError(f"model.float8: {self.model.float8}: {why[0]}. Remove one of them")
+    @property
+    def torchao_recipe(self) -> str:
+        """`model.float8`; `none` with adapters, since a frozen base does not need torchao."""
+        return "none" if self.adapters else self.model.float8
 
 
 @dataclass(frozen=True)

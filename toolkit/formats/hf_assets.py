@@ -55,8 +55,10 @@ class HFAssets:
     """Parameters that the source does not have; they are initialised at random."""
     kernels: str = "none"  # implementation of the layers' kernels (`model.kernels`)
     float8: str = "none"  # recipe of the layers' float8 products (`model.float8`)
-    not_in_4_bits: dict[str, list[str]] = field(default_factory=dict)
-    """Reason -> names of matrices that were not quantised for it."""
+    float8_setting: str = "none"
+    """Value of `model.float8`. Adapters are added to a base that is stored in it."""
+    unpacked: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> names of matrices of a packed base that keep their dtype for it."""
     drawn_from: int | None = None  # seed of a random start, after the weights are drawn
     digest: str | None = None  # of the source's weights, after it was first computed
     continued: dict[str, Any] | None = None

@@ -273,8 +273,8 @@ def format_problems(problems: dict[str, list[str]]) -> str:
 def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
     """Return the groups that each rank must read completely and convert before it slices.
 
-    Their conversion does not commute with slicing, or they are quantised to 4 bits. See [Note:
-    slicing before conversion]. The list is empty if the model is neither sharded nor in 4 bits.
+    Their conversion does not commute with slicing, or they are packed (in 4 bits or float8). See
+    [Note: slicing before conversion]. The list is empty if the model is neither sharded nor packed.
     """
     state = model.state_dict(keep_vars=True)
     packed = packed_weights(model)
@@ -333,7 +333,7 @@ def convert_then_slice(
         model: the sharded model.
         groups: the groups to convert.
         sources: tensor name -> tensor, or an object that reads it.
-        device: device on which 4-bit weights are quantised.
+        device: device on which packed weights are quantised.
         home: device of the slices.
         info: transformers' loading report. Problems are added to it, and loaded parameters are no
             longer listed as missing.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from toolkit.models.classes import model_class_name
     from toolkit.models.context_probe import check_context_parallel
     from toolkit.models.expert_parallel import check_expert_parallel
+    from toolkit.models.float8 import check_float8
     from toolkit.models.layers import decoder_layers, tied_families, tied_names
     from toolkit.models.quantise import check_quantisation
 

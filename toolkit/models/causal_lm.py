@@ -35,7 +35,7 @@ from toolkit.models.classes import (
     multimodal_class,
 )
 from toolkit.models.experts import set_experts_kernel
-from toolkit.models.float8 import check_float8, use_float8
+from toolkit.models.float8 import use_float8
 from toolkit.models.kernels import check_kernels, use_kernels
 from toolkit.models.layers import parameters_outside_text, tied_names
 from toolkit.models.patterns import matching_parameters
@@ -203,6 +203,7 @@ def _read_assets(
         name_or_path=os.path.abspath(folder) if is_folder else cfg.name_or_path,
         revision=cfg.revision,
         folder=folder,
+        float8_setting=cfg.float8,
     )
     return assets, tokenizer_folder
 
@@ -255,7 +256,6 @@ def _check_usable_on_this_rank(
     """Run the checks of `check_usable`, which has downloaded the files. Collective."""
     if cfg.kernels == "liger":
         check_kernels(device)
-    check_float8(cfg.float8, device)
     if cfg.trust_remote_code:
         ranks.log_once(
             "WARNING: model.trust_remote_code is on: Python code that comes with "
@@ -287,10 +287,13 @@ def _check_usable_on_this_rank(
 
 
 @ranks.collective
-def prepare(cfg: ModelConfig, device: torch.device | str = "cpu") -> PreTrainedModel:
+def prepare(
+    cfg: ModelConfig, device: torch.device | str = "cpu", *, adapted: bool = False
+) -> PreTrainedModel:
     """Build the model of `cfg` on meta for training on `device`. Collective.
 
-    Its layers use `cfg.kernels` and `cfg.float8`. Call it after `check_usable`.
+    Its layers use `cfg.kernels` and `cfg.float8`. If it will be the base of adapters (`adapted`),
+    `prepare_adapters` applies `cfg.float8` instead. Call it after `check_usable`.
 
     Raises:
         ModelError: as in `build_on_meta`; also if tokens attend to later ones (BERT without
@@ -314,7 +317,7 @@ def prepare(cfg: ModelConfig, device: torch.device | str = "cpu") -> PreTrainedM
             )
     if cfg.kernels == "liger":
         use_kernels(model)
-    use_float8(model, cfg.float8, device)
+    use_float8(model, "none" if adapted else cfg.float8, device)
     return model
 
 
@@ -477,9 +480,8 @@ def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
     """
     if (path := Path(name).expanduser()).is_dir():
         return path
-    revision = (
-        cfg.revision if name == cfg.name_or_path else None
-    )  # another repository has other revisions
+    # Another repository has other revisions.
+    revision = cfg.revision if name == cfg.name_or_path else None
     for file in ("tokenizer_config.json", "tokenizer.json"):
         with contextlib.suppress(OSError):
             return Path(str(cached_file(name, file, revision=revision))).parent
@@ -506,8 +508,7 @@ def _resize_embeddings(
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     multiple = int(cfg.resize_embeddings)  # true is 1
     size = -(-(max(tokenizer.get_vocab().values()) + 1) // multiple) * multiple
-    before = vocabulary_size(model)
-    if size == before:
+    if size == (before := vocabulary_size(model)):
         return {}
     settings = (text_config := model.config.get_text_config()).to_dict()
     # Inkling counts the rows of its head, or its logits, apart from those of its embedding.
@@ -534,8 +535,7 @@ def _resize_embeddings(
             f"{fault}. Remove the setting, and use a tokenizer of at most "
             f"{before} tokens (model.tokenizer_name_or_path)"
         )
-    # A setter may store one parameter in two places that the source keeps separate (reformer's
-    # biases).
+    # A setter may store parameters once that the source keeps separate (reformer's biases).
     for alias in tied_names(model).keys() - ties.keys():
         path, _, leaf = alias.rpartition(".")
         apart = nn.Parameter(torch.empty_like(model.get_parameter(alias)))

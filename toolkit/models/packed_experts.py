@@ -30,6 +30,8 @@ from toolkit.models.packed_linear import (
     column_layout,
     get_code_tables,
     import_bitsandbytes,
+    nf4_settings,
+    nf4_text,
     packed_weights,
     quantise_matrix,
 )
@@ -41,6 +43,7 @@ class PackedExpertStack:
     """The 4-bit weights of all experts of a layer: one parameter of a `PackedExperts` module."""
 
     quant_type = QUANT_TYPE
+    value_bits = 4
 
     def __init__(self, owner: nn.Module, leaf: str, lora: LoraConfig, storage: torch.dtype) -> None:
         weight = owner.get_parameter(leaf)
@@ -72,6 +75,16 @@ class PackedExpertStack:
     def weight(self) -> nn.Parameter:
         """The parameter of packed rows [experts, n], or this rank's shard of it."""
         return self.owner._parameters[self.leaf]  # type: ignore[return-value]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of bitsandbytes, and the block size."""
+        return nf4_settings(self.double_quant)
+
+    @property
+    def format_text(self) -> str:
+        """The format in words, for the log."""
+        return nf4_text(self.double_quant)
 
     def pack(self, weights: torch.Tensor) -> torch.Tensor:
         """Quantise the weights of all experts on their device, each expert by itself.

@@ -1,11 +1,12 @@
-"""A linear layer whose 4-bit matrix is one parameter that FSDP2 can shard.
+"""Linear layers whose frozen matrix is one parameter of packed bytes, which FSDP2 can shard.
 
-Only this file imports bitsandbytes, which quantises and multiplies.
+`PackedLinear` is what all formats share. `Nf4Linear` stores 4-bit values; `float8_base.py` has the
+layer for float8. Only this file imports bitsandbytes, which quantises and multiplies in 4 bits.
 
 [Note: packed weights] bitsandbytes keeps a 4-bit matrix as a parameter of nibbles, and the scales
 of its blocks as an attribute of that parameter. Sharding does not see attributes, so every rank
 would hold all scales, an eighth of the nibbles. Here one parameter holds both, as a column of
-bytes: nibbles first, then scales. Its dtype is the compute dtype of its unit, since FSDP2 casts a
+bytes: values first, then scales. Its dtype is the compute dtype of its unit, since FSDP2 casts a
 parameter of any other dtype. So it is sharded, gathered, offloaded and freed as any weight is, and
 nothing writes into it. (bitsandbytes' own layer repacks its weight in place in an evaluation on
 some CPUs.) A forward splits the gathered column into views, without a copy.
@@ -13,6 +14,7 @@ some CPUs.) A forward splits the gathered column into views, without a copy.
 
 import copy
 import functools
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from toolkit.models.packed_experts import PackedExpertStack
 
 PackedWeight: TypeAlias = "PackedLinear | PackedExpertStack"
+Parts: TypeAlias = tuple[tuple[slice, torch.dtype], ...]
+"""(byte slice, dtype) of each part of a column."""
 
 BLOCK = 64  # values that share a scale
 QUANT_TYPE = "nf4"
@@ -33,7 +37,7 @@ _ALIGNED = 16  # bytes to which every part of a column is aligned
 
 
 def packed_weights(model: nn.Module) -> dict[str, "PackedWeight"]:
-    """Return weight name -> layer or experts for each 4-bit weight; tied ones have all names."""
+    """Return weight name -> layer or experts for each packed weight; tied ones have all names."""
     packed: dict[str, PackedWeight] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, PackedLinear):
@@ -46,7 +50,7 @@ def packed_weights(model: nn.Module) -> dict[str, "PackedWeight"]:
 def count_values(model: nn.Module) -> int:
     """Count the values that a model's parameters represent; tied ones count once.
 
-    A 4-bit weight counts the values of its matrix, not its packed elements.
+    A packed weight counts the values of its matrix, not its packed elements.
     """
     packed = packed_weights(model)
     parameters = model.named_parameters()
@@ -54,49 +58,38 @@ def count_values(model: nn.Module) -> int:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a frozen 4-bit weight that FSDP2 can shard.
+    """A linear layer with a frozen weight of packed bytes; see [Note: packed weights].
 
-    4-bit values and scales are in one tensor, which is called the column; see [Note: packed
-    weights]. PEFT treats the layer as bitsandbytes' `Linear4bit`. Only the input gets a gradient.
+    Subclasses choose the format. Only the input gets a gradient.
+
+    Args:
+        linear: the layer to replace. Its bias is kept, and frozen.
+        storage: dtype of the parameter of bytes: the compute dtype of its unit.
+        layout: result of `lay_out_parts`.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    # bitsandbytes' functions are class attributes, because a compiled layer must not import.
-    _product: Any
-    _state: Any
+    quant_type: str
+    """Name of the format, such as nf4."""
+    value_bits: int
+    """Bits of a stored value."""
 
-    def __init__(self, linear: nn.Linear, cfg: LoraConfig, storage: torch.dtype) -> None:
+    def __init__(self, linear: nn.Linear, storage: torch.dtype, layout: tuple[Parts, int]) -> None:
         nn.Module.__init__(self)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.quant_type = QUANT_TYPE
-        self.double_quant = cfg.bnb_4bit_use_double_quant
         self.source_dtype = linear.weight.dtype
-        """Dtype of the values that are quantised, and of what the backward dequantises."""
-        self.parts, self.nbytes = column_layout(self.elements, self.double_quant)
+        """Dtype of the values that are quantised, and to which 4-bit products dequantise."""
+        self.compute_dtype = storage
+        self.parts, self.nbytes = layout
         shape = (self.nbytes // storage.itemsize, 1)
         empty = torch.empty(shape, dtype=storage, device=linear.weight.device)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        self._set_weight_attributes()
-        self.compute_dtype = storage
-        self._tables: Any = None
         self.bias = linear.bias
         if self.bias is not None:
             self.bias.requires_grad_(False)
         self.train(linear.training)
-
-    def _set_weight_attributes(self) -> None:
-        """Set the attributes of the weight that PEFT reads from bitsandbytes' parameters."""
-        self.weight.quant_type = self.quant_type  # type: ignore[attr-defined]
-        self.weight.compress_statistics = self.double_quant  # type: ignore[attr-defined]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied._set_weight_attributes()  # a copy of a parameter has no attributes
-        return copied
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -108,14 +101,78 @@ class PackedLinear(nn.Module):
         """Number of values in the stored matrix."""
         return self.in_features * self.out_features
 
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """The settings that determine the stored values, as JSON values."""
+
+    @property
+    @abstractmethod
+    def format_text(self) -> str:
+        """The format in words, for the log."""
+
+    @abstractmethod
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantise a full matrix [out_features, in_features] on its device.
 
         The layer's weight does not change.
 
         Returns:
-            The column [n, 1] in the storage dtype: the bytes of 4-bit values and scales.
+            The column [n, 1] in the storage dtype: the bytes of values and scales.
         """
+
+    def _join_parts(self, values: list[torch.Tensor]) -> torch.Tensor:
+        """Join the tensors of all parts to a column [n, 1] in the storage dtype."""
+        column = torch.zeros(self.nbytes, dtype=torch.uint8, device=values[0].device)
+        for (place, dtype), value in zip(self.parts, values, strict=True):
+            column[place] = value.to(dtype).contiguous().reshape(-1).view(torch.uint8)
+        return column.view(self.compute_dtype).reshape(-1, 1)
+
+
+class Nf4Linear(PackedLinear):
+    """A packed linear layer of 4-bit values.
+
+    PEFT treats the layer as bitsandbytes' `Linear4bit`.
+    """
+
+    quant_type = QUANT_TYPE
+    value_bits = 4
+    # bitsandbytes' functions are class attributes, because a compiled layer must not import.
+    _product: Any
+    _state: Any
+
+    def __init__(self, linear: nn.Linear, cfg: LoraConfig, storage: torch.dtype) -> None:
+        elements = linear.in_features * linear.out_features
+        layout = column_layout(elements, cfg.bnb_4bit_use_double_quant)
+        super().__init__(linear, storage, layout)
+        self.double_quant = cfg.bnb_4bit_use_double_quant
+        self._set_weight_attributes()
+        self._tables: Any = None
+
+    def _set_weight_attributes(self) -> None:
+        """Set the attributes of the weight that PEFT reads from bitsandbytes' parameters."""
+        self.weight.quant_type = self.quant_type  # type: ignore[attr-defined]
+        self.weight.compress_statistics = self.double_quant  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Nf4Linear":
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._set_weight_attributes()  # a copy of a parameter has no attributes
+        return copied
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of bitsandbytes, and the block size."""
+        return nf4_settings(self.double_quant)
+
+    @property
+    def format_text(self) -> str:
+        """The format in words, for the log."""
+        return nf4_text(self.double_quant)
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Quantise a full matrix with bitsandbytes; see the base class."""
         state: Any
         source = weight.to(self.source_dtype).contiguous()
         nibbles, state = quantise_matrix(source, self.quant_type, self.double_quant)
@@ -123,10 +180,7 @@ class PackedLinear(nn.Module):
         if self.double_quant:
             values += [state.state2.absmax, state.offset]
         self._tables = get_code_tables(self.quant_type, self.double_quant, weight.device)
-        column = torch.zeros(self.nbytes, dtype=torch.uint8, device=weight.device)
-        for (place, dtype), value in zip(self.parts, values, strict=True):
-            column[place] = value.to(dtype).contiguous().reshape(-1).view(torch.uint8)
-        return column.view(self.compute_dtype).reshape(-1, 1)
+        return self._join_parts(values)
 
     def unpack(self, column: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Split a complete (not sharded) column into 4-bit values and scales, without a copy.
@@ -167,9 +221,21 @@ class PackedLinear(nn.Module):
     _save_to_state_dict = nn.Module._save_to_state_dict
 
 
-def column_layout(
-    elements: int, double_quant: bool
-) -> tuple[tuple[tuple[slice, torch.dtype], ...], int]:
+def nf4_settings(double_quant: bool) -> dict[str, Any]:
+    """Describe the 4-bit format as JSON values, to compare on resume."""
+    return {
+        "bnb_4bit_quant_type": QUANT_TYPE,
+        "bnb_4bit_use_double_quant": double_quant,
+        "blocksize": BLOCK,
+    }
+
+
+def nf4_text(double_quant: bool) -> str:
+    """Describe the 4-bit format for the log."""
+    return f"{QUANT_TYPE}{', scales quantised too' if double_quant else ''}"
+
+
+def column_layout(elements: int, double_quant: bool) -> tuple[Parts, int]:
     """Compute at which bytes of a column its 4-bit values and scales are.
 
     Args:
@@ -185,6 +251,18 @@ def column_layout(
     if double_quant:
         second = -(-blocks // SCALES)
         kinds[1:] = [(blocks, torch.uint8), (second, torch.float32), (1, torch.float32)]
+    return lay_out_parts(kinds)
+
+
+def lay_out_parts(kinds: list[tuple[int, torch.dtype]]) -> tuple[Parts, int]:
+    """Place parts of a column one after the other, each on an aligned byte.
+
+    Args:
+        kinds: (number of elements, dtype) of each part.
+
+    Returns:
+        ((byte slice, dtype) of each part, total bytes).
+    """
     parts = []
     begin = 0
     for count, dtype in kinds:
@@ -195,7 +273,7 @@ def column_layout(
 
 
 @functools.cache
-def packed_linear_class() -> type[PackedLinear]:
+def packed_linear_class() -> type[Nf4Linear]:
     """Create the class of 4-bit layers, which also inherits bitsandbytes' `Linear4bit` for PEFT.
 
     Raises:
@@ -208,7 +286,7 @@ def packed_linear_class() -> type[PackedLinear]:
         # Prevent bitsandbytes' own forward from repacking the weight for evaluation.
         "support_avx512bf16_for_cpu": False,
     }
-    return type("Linear4bit", (PackedLinear, base), attributes)
+    return type("Linear4bit", (Nf4Linear, base), attributes)
 
 
 def get_code_tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:

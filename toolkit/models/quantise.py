@@ -1,4 +1,4 @@
-"""Choose the layers of a frozen base that are kept in 4 bits (QLoRA), and quantise them.
+"""Choose the layers of a frozen base that are kept in 4 bits (QLoRA) or float8, and replace them.
 
 [Note: blocks] A scale belongs to 64 consecutive values of the flattened matrix. If rows are no
 multiple of that, a block spans two rows, and bitsandbytes 0.50 on CPUs with AVX-512 then pairs
@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import ModelConfig, ShardingConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import assets_of
-from toolkit.models import packed_linear
+from toolkit.models import float8_base, packed_linear
 from toolkit.models.causal_lm import find_fp32_tensors
 from toolkit.models.classes import model_class_name
 from toolkit.models.layers import decoder_layers, enclosing_module_names, expert_counts
@@ -40,21 +41,25 @@ def check_quantisation(
     model: ModelConfig,
     device: torch.device | str,
 ) -> None:
-    """Raise ConfigError if 4-bit settings conflict or do not work on `device`. Collective.
+    """Raise ConfigError if the settings of a packed base conflict, or fail on `device`. Collective.
 
-    Multiplies a small 4-bit matrix on `device` as a test. Does nothing without `lora.load_in_4bit`.
+    Multiplies a small 4-bit or float8 matrix on `device` as a test. Does nothing without adapters,
+    or if neither `lora.load_in_4bit` nor `model.float8` is set.
     """
-    if lora is None or not lora.load_in_4bit:
+    if lora is None or not (lora.load_in_4bit or model.float8 != "none"):
         return
+    name = "lora.load_in_4bit" if lora.load_in_4bit else f"model.float8: {model.float8}"
     for setting, is_set, why in (
         ("model.init random", model.init == "random", "there is nothing to quantise but noise"),
         ("lora.use_dora", lora.use_dora, "DoRA needs the rows of the weights, which are packed"),
     ):
         if is_set:
-            raise ConfigError(f"lora.load_in_4bit with {setting}: {why}. Leave out one of them")
-    packed_linear.check_4bit_device(
-        torch.device(device), lora, getattr(torch, sharding.param_dtype)
-    )
+            raise ConfigError(f"{name} with {setting}: {why}. Leave out one of them")
+    dtype = getattr(torch, sharding.param_dtype)
+    if lora.load_in_4bit:
+        packed_linear.check_4bit_device(torch.device(device), lora, dtype)
+    else:
+        float8_base.check_float8_device(torch.device(device), dtype)
 
 
 @ranks.collective
@@ -77,39 +82,110 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
     """
     make = packed_linear.packed_linear_class()
     dtype = getattr(torch, param_dtype)
-    chosen, unpacked = _choose_layers(model, cfg)
+    chosen, unpacked = _choose_layers(model, cfg, _reason_against_4_bits)
     if cfg.quantize_moe_experts:
         experts = pack_experts_on_meta(model, cfg, dtype)
         remaining = {why: [n for n in names if n not in experts] for why, names in unpacked.items()}
         unpacked = {why: names for why, names in remaining.items() if names}
-    if not chosen:
-        raise ModelError(
-            f"lora.load_in_4bit: {model_class_name(model)} has no linear layer to quantise in its "
-            f"decoder layers ({_format_reasons(unpacked) or 'they hold no matrices'})"
-        )
-    for target in cfg.target_parameters:
-        if hit := [name for name in chosen if f".{name}.weight".endswith(f".{target}")]:
-            raise ModelError(
-                f"lora.target_parameters: {target!r} names the weight of {hit[0]}, which is in 4 "
-                "bits; use lora.target_modules"
-            )
-    packed: dict[int, packed_linear.PackedLinear] = {}
-    weights: dict[int, nn.Parameter] = {}
-    for name, linear in chosen.items():
-        if id(linear) not in packed:
-            layer = packed[id(linear)] = make(linear, cfg, dtype)
-            # A weight that two layers share stays one parameter.
-            layer.weight = weights.setdefault(id(linear.weight), layer.weight)
-        model.set_submodule(name, packed[id(linear)])
-    assets_of(model).not_in_4_bits = unpacked
+    assets_of(model).unpacked = unpacked
+    _refuse_layers(model, cfg, chosen, "lora.load_in_4bit")
+    _replace_layers(model, chosen, lambda linear: make(linear, cfg, dtype))
     # PEFT chooses its layers by this attribute.
     vars(model)["is_loaded_in_4bit"] = True
 
 
+@ranks.collective
+def store_in_float8(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) -> None:
+    """Replace the linear layers in the decoder layers by frozen float8 ones, in place. Collective.
+
+    Call it before `add_adapters` and `apply_fsdp`. The layers that `quantise_on_meta` skips keep
+    their dtype, and so do narrow ones; `describe_quantisation` lists them. See [Note: float8 base].
+
+    Args:
+        model: on meta, without adapters.
+        cfg: the settings of adapters.
+        param_dtype: name of the dtype in which FSDP2 computes.
+
+    Raises:
+        ModelError: no layer can be stored in float8, or `lora.target_parameters` names the weight
+            of one that is.
+    """
+    dtype = getattr(torch, param_dtype)
+    chosen, assets_of(model).unpacked = _choose_layers(model, cfg, _reason_against_float8)
+    _refuse_layers(model, cfg, chosen, "model.float8: rowwise")
+    _replace_layers(model, chosen, lambda linear: float8_base.Float8BaseLinear(linear, dtype))
+
+
+def _refuse_layers(
+    model: PreTrainedModel, cfg: LoraConfig, chosen: dict[str, nn.Linear], setting: str
+) -> None:
+    """Raise a ModelError if no layer was chosen, or if an adapter needs the weight of a chosen one.
+
+    Args:
+        model: the model.
+        cfg: the settings of adapters.
+        chosen: name -> layer that will be packed.
+        setting: the setting that packs layers, for messages.
+    """
+    if not chosen:
+        raise ModelError(
+            f"{setting}: {model_class_name(model)} has no linear layer to quantise in its decoder "
+            f"layers ({_format_reasons(assets_of(model).unpacked) or 'they hold no matrices'})"
+        )
+    for target in cfg.target_parameters:
+        if hit := [name for name in chosen if f".{name}.weight".endswith(f".{target}")]:
+            raise ModelError(
+                f"lora.target_parameters: {target!r} names the weight of {hit[0]}, which is in "
+                f"{'4 bits' if cfg.load_in_4bit else 'float8'}; use lora.target_modules"
+            )
+
+
+def _replace_layers(
+    model: PreTrainedModel,
+    chosen: dict[str, nn.Linear],
+    make: Callable[[nn.Linear], packed_linear.PackedLinear],
+) -> None:
+    """Replace layers by packed ones, in place. Layers or weights that are shared stay shared.
+
+    Args:
+        model: on meta.
+        chosen: name -> layer, under all names of shared layers.
+        make: makes the packed layer.
+    """
+    packed: dict[int, packed_linear.PackedLinear] = {}
+    weights: dict[int, nn.Parameter] = {}
+    for name, linear in chosen.items():
+        if id(linear) not in packed:
+            layer = packed[id(linear)] = make(linear)
+            # A weight that two layers share stays one parameter.
+            layer.weight = weights.setdefault(id(linear.weight), layer.weight)
+        model.set_submodule(name, packed[id(linear)])
+
+
+def _reason_against_4_bits(linear: nn.Linear) -> str:
+    """Return why the shape of a layer does not allow 4 bits; empty if it does."""
+    block = packed_linear.BLOCK
+    return f"in_features is no multiple of {block}" if linear.in_features % block else ""
+
+
+def _reason_against_float8(linear: nn.Linear) -> str:
+    """Return why the shape of a layer does not allow float8, or gains nothing; empty otherwise."""
+    multiple, least = float8_base.MULTIPLE, float8_base.MIN_WIDTH
+    if linear.in_features % multiple or linear.out_features % multiple:
+        return f"widths are no multiples of {multiple}"
+    is_narrow = min(linear.in_features, linear.out_features) < least
+    return f"narrower than {least}" if is_narrow else ""
+
+
 def _choose_layers(
-    model: PreTrainedModel, cfg: LoraConfig
+    model: PreTrainedModel, cfg: LoraConfig, reason_against: Callable[[nn.Linear], str]
 ) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
     """Choose the linear layers to quantise.
+
+    Args:
+        model: on meta, without adapters.
+        cfg: the settings of adapters.
+        reason_against: returns why the shape of a layer excludes it; empty if it does not.
 
     Returns:
         (name -> layer to quantise, under all names of shared layers; reason -> names of the
@@ -133,11 +209,8 @@ def _choose_layers(
             "kept in float32 by the model": f"{name}.weight" in fp32,
             "router": one_each or any("router" in n for n in around),
             "its weight is used without its forward": leaf in _children_read_directly(kind),
-            f"in_features is no multiple of {packed_linear.BLOCK}": linear.in_features
-            % packed_linear.BLOCK
-            > 0,
         }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        return next((why for why, holds in reasons.items() if holds), "") or reason_against(linear)
 
     chosen: dict[str, nn.Linear] = {}
     unpacked: dict[str, list[str]] = {}
@@ -215,10 +288,10 @@ def _format_reasons(unpacked: dict[str, list[str]]) -> str:
 
 
 def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
-    """Return the settings that determine the 4-bit values, as a JSON object, to compare on resume.
+    """Return the settings that determine packed values, as a JSON object, to compare on resume.
 
-    They are the 4-bit format, double quantisation, block size, and number of layers by name.
-    Returns None without 4-bit weights.
+    They are the settings of the format (4 bits: double quantisation and block size), and the number
+    of layers by name. Returns None without packed weights.
     """
     with unwrapped_base(model) as base:
         packed = packed_linear.packed_weights(base)
@@ -226,23 +299,18 @@ def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
         return None
     first = next(iter(packed.values()))
     layers = Counter(replace_numbers(name.removesuffix(".weight")) for name in packed)
-    return {
-        "bnb_4bit_quant_type": first.quant_type,
-        "bnb_4bit_use_double_quant": first.double_quant,
-        "blocksize": packed_linear.BLOCK,
-        "layers": dict(sorted(layers.items())),
-    }
+    return {**first.settings, "layers": dict(sorted(layers.items()))}
 
 
 def describe_quantisation(model: nn.Module, shards: int) -> str | None:
-    """Format two log lines: which layers are in 4 bits, and how many bytes each rank holds.
+    """Format two log lines: which layers are packed, and how many bytes each rank holds.
 
     Args:
         model: sharded or not.
         shards: number of ranks that share the weights.
 
     Returns:
-        The lines as one text; None if nothing is in 4 bits.
+        The lines as one text; None if nothing is packed.
     """
     with unwrapped_base(model) as base:
         packed = packed_linear.packed_weights(base)
@@ -256,17 +324,19 @@ def describe_quantisation(model: nn.Module, shards: int) -> str | None:
     elements = sum(layer.elements for layer in layers)
     nbytes = sum(layer.nbytes for layer in layers)
     plain = sum(layer.elements * layer.source_dtype.itemsize for layer in layers)
-    unpacked = _format_reasons(assets_of(base).not_in_4_bits)
+    unpacked = _format_reasons(assets_of(base).unpacked)
     stacks = len(packed_expert_weights(base))
+    bits = layers[0].value_bits
+    value_bytes = elements * bits / 8
     return (
-        f"{layers[0].quant_type}{', scales quantised too' if layers[0].double_quant else ''}: "
+        f"{layers[0].format_text}: "
         f"{len(packed) - stacks} linear layers"
         + (f" and {stacks} tensors of fused experts" if stacks else "")
         + f", {elements / (elements + other_elements):.1%} of the decoder "
         "layers"
         + (f"; not: {unpacked}" if unpacked else "")
-        + f"\n{elements / 2 / 1e6:,.2f} MB of 4-bit values and "
-        f"{(nbytes - elements / 2) / 1e6:,.2f} MB of scales, "
+        + f"\n{value_bytes / 1e6:,.2f} MB of {bits}-bit values and "
+        f"{(nbytes - value_bytes) / 1e6:,.2f} MB of scales, "
         f"{'both sharded' if shards > 1 else 'complete on each rank'}: "
         f"{nbytes / shards / 1e6:,.2f} MB a rank, not {plain / shards / 1e6:,.2f}"
     )

@@ -87,9 +87,9 @@ def is_adapter(name: str) -> bool:
 def _model_settings(cfg: PreferConfig) -> ModelConfig:
     """Return the settings of the reference model, or of its base if it is an adapter."""
     assert cfg.preference.reference is not None
-    plain: Any = {"kernels": "none", "float8": "none"}
     if is_adapter(cfg.preference.reference):
-        return replace(cfg.model, dtype="auto", frozen_parameters=[], **plain)
+        # A base in float8 stays one, so that model and reference have the same base.
+        return replace(cfg.model, dtype="auto", frozen_parameters=[], kernels="none")
     return replace(
         cfg.model,
         name_or_path=cfg.preference.reference,
@@ -99,14 +99,15 @@ def _model_settings(cfg: PreferConfig) -> ModelConfig:
         resize_embeddings=False,
         frozen_parameters=[],
         revision=None,
-        **plain,
+        kernels="none",
+        float8="none",
     )
 
 
 def _adapter_settings(cfg: PreferConfig) -> LoraConfig | None:
     """Return the LoRA settings of the reference adapter; None if the reference is a model.
 
-    The base is stored in 4 bits if that of the run is.
+    The base is stored in 4 bits if that of the run is. Float8 is a setting of the model.
     """
     name = cfg.preference.reference
     assert name is not None

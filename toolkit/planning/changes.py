@@ -231,12 +231,13 @@ def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
         rank = finetuning.lora.r
         lora: dict[str, Any] = {} if rank else {"r": 16}
         # A trained model has a storage dtype, which the base of adapters takes from its files.
-        model: dict[str, Any] = {} if rank else {"dtype": None}
+        model: dict[str, Any] = {} if rank else {"dtype": None, "float8": "none"}
         if lora:
-            sections = {"lora": lora, "model": model}
+            sections = {"model": model, "lora": lora}
             add("lora.r 16", sections, same_training=False, base=finetuning)
         if not finetuning.lora.load_in_4bit:
-            sections = {"lora": {**lora, "load_in_4bit": True}, "model": model}
+            in_4_bits = {**lora, "load_in_4bit": True}
+            sections = {"model": {**model, "float8": "none"}, "lora": in_4_bits}
             name = f"lora.r {rank or 16}, lora.load_in_4bit"
             add(name, sections, same_training=False, base=finetuning)
     return changes

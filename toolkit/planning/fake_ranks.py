@@ -26,6 +26,7 @@ from toolkit.models.attention import attend_within_documents
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.context_probe import check_context_parallel
 from toolkit.models.dropout import disable_dropout_modules
+from toolkit.models.float8_base import set_planned_device
 from toolkit.models.peft_model import base_of
 from toolkit.models.stored import refuse_float16
 from toolkit.objectives import objective_class
@@ -117,6 +118,7 @@ def sharded(
                 context = init_mesh(mesh_type, world_size, cfg.sharding).context
                 attend_within_documents(model, context, planned=True)
         model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
+        set_planned_device(model, device_type)
         if not objective_class(type(cfg)).has_dropout:
             disable_dropout_modules(model)
         sharding = _decide_sharding(model, cfg.sharding, world_size, device_type, memory)

@@ -259,8 +259,8 @@ def minimum_bytes(
 ) -> dict[str, int]:
     """Compute a lower bound of the bytes that each rank holds, from an unsharded model.
 
-    With adapters, only the base counts; a 4-bit base takes half a byte per value. Offloaded parts
-    do not count.
+    With adapters, only the base counts; a value takes half a byte in a 4-bit base and a byte in one
+    of float8. Offloaded parts do not count.
 
     Returns:
         Part (`parameters`, `gradients`, `optimizer state`, `gathered parameters`) -> bytes.
@@ -268,8 +268,10 @@ def minimum_bytes(
     shards = mesh_shape(world_size, cfg.sharding)[1]
     lora = cfg.adapters
     parameters = list(model.parameters())
-    is_4bit = lora and lora.load_in_4bit
-    size = sum(p.numel() * (0.5 if is_4bit else p.itemsize) for p in parameters)
+    packed_itemsize = 0.5 if lora and lora.load_in_4bit else None
+    if lora and cfg.model.float8 != "none":
+        packed_itemsize = 1.0
+    size = sum(p.numel() * (packed_itemsize or p.itemsize) for p in parameters)
     trained = sum(p.numel() * p.itemsize for p in parameters if p.requires_grad and not lora)
     state = trained * _STATE_FACTOR[cfg.optim.optim]
     parts = {"parameters": size, "gradients": trained, "optimizer state": state}

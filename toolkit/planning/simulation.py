@@ -257,8 +257,10 @@ def _list_unplanned_settings(cfg: RunConfig, *, eager: bool) -> list[str]:
     notes = []
     if eager and cfg.sharding.torch_compile not in (False, "none", "auto"):
         notes.append("what torch_compile saves is not planned: activations are eager ones")
-    if cfg.model.float8 != "none":
+    if cfg.torchao_recipe != "none":
         notes.append("model.float8 is not planned: time and gathered weights are of bfloat16")
+    elif cfg.model.float8 != "none":
+        notes.append("products in float8 are planned with the time of products in bfloat16")
     if cfg.sharding.expert_parallel > 1:
         notes.append(
             "sharding.expert_parallel is planned with even loads: a rank whose experts get more "

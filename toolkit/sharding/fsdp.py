@@ -338,7 +338,7 @@ def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
 def _refuse_unsupported_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
     """Raise a ShardingError for float16, and for units with trained parameters of several dtypes.
 
-    It is also raised for 4-bit weights that their unit would cast to another dtype.
+    It is also raised for packed weights that their unit would cast to another dtype.
     """
     if {"float16"} & {cfg.param_dtype, cfg.reduce_dtype, *cfg.param_dtype_overrides.values()}:
         raise ShardingError(
@@ -351,10 +351,10 @@ def _refuse_unsupported_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingCo
         for name in unit.parameters:
             if name in packed and parameters[name].dtype != unit.param_dtype:
                 raise ShardingError(
-                    f"{name} is stored in 4 bits for {parameters[name].dtype}, which the unit "
-                    f"{unit.name} would cast to {unit.param_dtype}: pass that dtype to "
-                    "quantise_on_meta, "
-                    "and remove such layers from sharding.param_dtype_overrides"
+                    f"{name} is stored in {packed[name].quant_type} for {parameters[name].dtype}, "
+                    f"which the unit {unit.name} would cast to {unit.param_dtype}: pass that dtype "
+                    "to prepare_adapters, and remove such layers from "
+                    "sharding.param_dtype_overrides"
                 )
             # Frozen parameters are not reduced, so they may have another dtype.
             if parameters[name].requires_grad:

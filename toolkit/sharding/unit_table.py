@@ -173,7 +173,7 @@ def _format_storage(parameters: dict[str, Any], packed: dict[str, PackedWeight])
 
     Args:
         parameters: name -> parameter.
-        packed: name of a 4-bit weight -> its layer. For these, the format (such as nf4) is the
+        packed: name of a packed weight -> its layer. For these, the format (such as nf4) is the
             dtype.
     """
     dtypes = {n: _dtype_name(p.dtype) for n, p in parameters.items()}
