@@ -353,8 +353,7 @@ def check_adapter_files(start: RunStart) -> str:
 def check_adapter(start: RunStart) -> str:
     """Raise on all ranks if `lora.from` or `preference.reference` do not fit. Collective.
 
-    Also raises if adapters are on experts that `sharding.expert_parallel` divides. Logs which
-    adapter is continued, and what the reference is. Returns "".
+    Also raises for adapters on divided experts. Logs which adapter and reference. Returns "".
     """
 
     def check() -> str:
