@@ -205,8 +205,8 @@ def cut_labels_first(rank: int, world: int) -> Any:
     """Return a step whose labels are shifted in each part instead of in the complete row."""
     cut = Batch.cut
 
-    def wrong(self: Batch, at: int, of: int) -> Batch:
-        part = cut(self, at, of)
+    def wrong(self: Batch, at: int, of: int, **options: Any) -> Batch:
+        part = cut(self, at, of, **options)
         targets = part.targets.clone()
         targets[:, -1] = IGNORED
         return replace(part, targets=targets)
