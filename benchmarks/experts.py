@@ -138,7 +138,7 @@ def compare_kernels(experts: Qwen3MoeExperts, tokens: int, rounds: int) -> list[
 def time_packed(sizes: dict[str, int], device: str, rounds: int) -> list[str]:
     """Time the dequantisation of a layer's experts; return [MB in bf16, MB in 4 bits, s]."""
     experts = build_experts(sizes, "bfloat16", device)
-    lora = LoraConfig(load_in_4bit=True, quantize_moe_experts=True)
+    lora = LoraConfig(r=16, load_in_4bit=True, quantize_moe_experts=True)
     seconds = [0.0] * rounds
     nbytes, packed_bytes = 0, 0
     for leaf, weight in list(experts.named_parameters(recurse=False)):

@@ -76,7 +76,7 @@ def experts_in_4_bits(place: Place) -> None:
     if place.tiny:
         sizes = {**sizes, "hidden_size": 64, "num_experts": 8, "moe_intermediate_size": 64}
     experts = build_experts(sizes, "bfloat16", place.device)
-    lora = LoraConfig(load_in_4bit=True, quantize_moe_experts=True)
+    lora = LoraConfig(r=16, load_in_4bit=True, quantize_moe_experts=True)
     for leaf, weight in list(experts.named_parameters(recurse=False)):
         stack = PackedExpertStack(experts, leaf, lora, torch.bfloat16)
         packed = stack.pack(weight.detach())
