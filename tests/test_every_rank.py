@@ -48,7 +48,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, str]] = {
     "divided, recomputed": (
         *("mixtral", 8, {"expert_parallel": 4, "activation_checkpointing": "full"}, 0, ""),
     ),
-    "divided, adapters": ("mixtral", 8, {"expert_parallel": 4}, 8, ""),
     "adapters of rank 4 on 16": ("llama", 16, {}, 4, ""),
     "DPO": ("llama", 8, {"objective": "sigmoid"}, 0, ""),
     "KTO": ("llama", 8, {"objective": "kto"}, 0, ""),

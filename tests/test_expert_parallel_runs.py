@@ -172,10 +172,11 @@ def test_a_rehearsal_divides_experts_and_resumes_without(tmp_path, folders, text
     content = {
         "model": {"name_or_path": str(folders["mixtral"])},
         "data": {"train_files": str(text_file), "sequence_length": 64},
-        "sharding": {"expert_parallel": 4, "dp_replicate": 1, "dp_shard": 8},
+        "sharding": {"expert_parallel": 4, "dp_replicate": 1, "dp_shard": 4},
         "train": {"max_steps": 4, "per_device_train_batch_size": 2},
         "output_dir": str(tmp_path / "run"),
     }
     config.write_text(yaml.safe_dump(content))
     result = rehearse(config)
     assert result.ok, result
+    assert result.changed["sharding.expert_parallel"] == (4, 2)
