@@ -106,6 +106,24 @@ def test_keys_without_a_value_are_one_note() -> None:
     assert notes[0] == "wandb_entity, deepspeed: empty there, so omitted"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"context_parallel_size": 4, "dp_shard_size": 2}, {"context_parallel": 4, "dp_shard": 8}),
+        ({"sequence_parallel_degree": 2}, {"context_parallel": 2}),
+        ({"expert_parallel_size": 4, "dp_shard_size": 8}, {"expert_parallel": 4, "dp_shard": 8}),
+        ({"context_parallel_size": 1, "dp_shard_size": -1}, {"dp_shard": -1}),
+    ],
+)
+def test_ranks_that_share_rows_or_experts_are_converted(given, expected) -> None:
+    made = convert_settings({"base_model": "m", "micro_batch_size": 1, **given})
+    sharding = {n: v for n, v in made.settings.items() if n.startswith("sharding.")}
+    for name, value in expected.items():
+        assert sharding[f"sharding.{name}"] == value
+    assert ("sharding.context_parallel" in sharding) == ("context_parallel" in expected)
+    assert not [note for note in made.notes if "parallel" in note]
+
+
 def test_values_mean_what_they_meant() -> None:
     """Each line: keys of a tool, and what becomes of them."""
     for tool, given, expected in (

@@ -48,10 +48,6 @@ _ATTENTION = {"flash_attention": "flash_attention_2", "flash": "flash_attention_
 _STRUCTURE = {f"lora.{name}" for name in STRUCTURE}
 _WITH_REFERENCE = ("dpo", "kto")  # objectives that use a reference model
 _DATA = {"data.train_files", "data.dataset_name", "data.sources"}
-_PARALLEL = {"tensor_parallel_size": "tensor", "context_parallel_size": "context"} | {
-    "sequence_parallel_degree": "sequence",
-    "expert_parallel_size": "expert",
-}
 _LIGER = (
     *("use_liger_kernel", "use_liger", "liger_kernel", "liger_rope", "liger_rms_norm"),
     *("liger_swiglu", "liger_glu_activation", "liger_layer_norm"),
@@ -263,15 +259,20 @@ class Converter(Keys):
             self.note(key, f"{reason}; offload: sharding.cpu_offload: true", value)
 
     def convert_mesh(self) -> None:
-        """Convert axolotl's sizes of data parallelism; note other kinds of parallelism."""
-        for name in ("dp_replicate", "dp_shard"):
-            key, size = self.take(f"{name}_size")
-            if key:
-                self.settings[f"sharding.{name}"] = size
-        for key, kind in _PARALLEL.items():
-            if (size := self.take(key)[1]) not in (None, 1):
-                reason = f"{kind} parallelism is not converted; its ranks become data-parallel ones"
-                self.note(key, f"{reason}, so the global batch is {size} times as large", size)
+        """Convert axolotl's sizes of parallelism; note tensor parallelism."""
+        for names, new in (
+            (("expert_parallel_size",), "expert_parallel"),
+            (("context_parallel_size", "sequence_parallel_degree"), "context_parallel"),
+        ):
+            if (size := self.take(*names)[1]) not in (None, 1):
+                self.settings[f"sharding.{new}"] = size
+        parts = self.settings.get("sharding.context_parallel", 1)  # dp_shard includes these ranks
+        for name, factor in (("dp_replicate", 1), ("dp_shard", parts)):
+            if size := self.take(f"{name}_size")[1]:
+                self.settings[f"sharding.{name}"] = size * factor if size > 0 else size
+        if (size := self.take(key := "tensor_parallel_size")[1]) not in (None, 1):
+            reason = "not converted; its ranks become data-parallel ones, so the global batch is"
+            self.note(key, f"tensor parallelism is {reason} {size} times as large", size)
 
     def convert_sharding(self) -> None:
         """Convert the settings of FSDP and of parallelism to `sharding.*`.
@@ -593,8 +594,7 @@ class Converter(Keys):
         if self.unconverted.get("push_to_hub") and not self.unconverted.get("hub_model_id"):
             reason = "hub.push_to_hub needs hub.hub_model_id: ORG/NAME"
             self.note("push_to_hub", reason, self.unconverted.pop("push_to_hub"))
-        key, value = self.take("hub_model_id")
-        if key:
+        if (value := self.take(key := "hub_model_id")[1]) is not None:
             self.settings["hub.hub_model_id"] = str(value)
             if "/" not in str(value):
                 self.note(key, "without an owner; ORG/NAME is expected", str(value))

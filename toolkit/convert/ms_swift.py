@@ -14,6 +14,7 @@ _OBJECTIVES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "cpo"
 }
 _BETA = {"simpo": 2.0}
 _RENAMED = {
+    "context_parallel_size": "sequence_parallel_size",
     "model_name_or_path": "model",
     "model_revision": "model_revision",
     "attn_implementation": "attn_impl",
@@ -35,7 +36,6 @@ _NOTED = {
     "loss_scale": "every supervised token has the same weight",
     "freeze_llm": "list untrained parameters in model.frozen_parameters",
     "freeze_parameters": "list untrained parameters in model.frozen_parameters",
-    "sequence_parallel_size": "sequence parallelism is not supported; the ranks share the batch",
     "init_weights": "adapters start from PEFT's default values",
     "lora_dtype": "adapters are float32",
     "lorap_lr_ratio": "all parameters have optim.learning_rate",

@@ -11,6 +11,7 @@ from toolkit.convert.keys import Keys, Translation, refusal, rename_keys
 _TOOL = "open-instruct"
 _LOSSES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "simpo": "simpo"}
 _RENAMED = {
+    "context_parallel_size": "sequence_parallel_size context_parallel_degree",
     "max_length": "max_seq_length",
     "num_train_epochs": "num_train_epochs num_epochs",
     "max_steps": "max_train_steps",
@@ -34,9 +35,7 @@ _NOTED = {
     "dataset_transform_fn": "rows are recognised by their columns",
     "transform_fn": "rows are recognised by their columns",
     "reduce_loss": "the loss is the mean over all supervised tokens of a step",
-    "sequence_parallel_size": "sequence parallelism is not supported; the ranks share the batch",
     "tensor_parallel_degree": "tensor parallelism is not supported; the ranks share the batch",
-    "context_parallel_degree": "context parallelism is not converted; the ranks share the batch",
     "final_lr_ratio": "set optim.lr_scheduler_kwargs",
     "optimizer_type": "set optim.optim",
     "zero_stage": "FSDP2 shards as ZeRO-3 does (section sharding)",

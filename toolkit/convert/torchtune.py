@@ -273,12 +273,12 @@ def _translate_memory(keys: Keys, out: dict[str, Any]) -> None:
         keys.note("optimizer_in_bwd", "the optimizer runs after the backward", True)
     if keys.take("compile")[1]:
         out["torch_compile"] = "layer"
-    for name, kind in (("tensor_parallel_dim", "tensor"), ("context_parallel_dim", "context")):
-        if (size := keys.take(name)[1]) not in (None, 1):
-            keys.note(name, f"{kind} parallelism is not converted; the ranks share the batch", size)
+    if (size := keys.take(name := "tensor_parallel_dim")[1]) not in (None, 1):
+        keys.note(name, "tensor parallelism is not converted; the ranks share the batch", size)
     for name, new in (
-        ("data_parallel_shard_dim", "dp_shard"),
-        ("data_parallel_replicate_dim", "dp_replicate"),
+        ("context_parallel_dim", "context_parallel_size"),
+        ("data_parallel_shard_dim", "dp_shard_size"),
+        ("data_parallel_replicate_dim", "dp_replicate_size"),
     ):
         if (size := keys.take(name)[1]) is not None:
             out[new] = size

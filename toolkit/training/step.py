@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.profiler import record_function
 
 from toolkit.data.samples.batch import Batch
@@ -320,19 +320,25 @@ def _norm_of_divided(
     DTensor would do it, too, but warns that it adds up two axes one after the other.
 
     Args:
-        gradients: DTensors with equal placements.
-        mesh: their mesh.
+        gradients: DTensors on `mesh`.
+        mesh: the mesh of divided experts.
         device: device of the result.
 
     Returns:
         The norm over all ranks that share a copy of the model, 0-d.
     """
-    placements = cast(DTensor, gradients[0]).placements
-    square = torch.nn.utils.get_total_norm([local_tensor(g) for g in gradients]).square().to(device)
-    for axis, placement in enumerate(placements):
-        if not placement.is_replicate():
-            dist.all_reduce(square, group=mesh.get_group(axis))
-    return square.sqrt()
+    by_placements: dict[tuple[Placement, ...], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_placements.setdefault(cast(DTensor, gradient).placements, []).append(gradient)
+    total = torch.zeros((), device=device)
+    for placements, group in by_placements.items():
+        square = torch.nn.utils.get_total_norm([local_tensor(g) for g in group]).square()
+        square = square.to(device)
+        for axis, placement in enumerate(placements):
+            if not placement.is_replicate():
+                dist.all_reduce(square, group=mesh.get_group(axis))
+        total = total + square
+    return total.sqrt()
 
 
 def _sum_replicated(model: nn.Module, ranks: View) -> None:
