@@ -448,7 +448,9 @@ def test_experts_that_an_adapter_trains_in_full_are_refused(folders):
         lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["experts"])
         base = prepare(ModelConfig(str(folders["mixtral"])))
         model = prepare_adapters(base, lora, "float32")
-        with pytest.raises(ModelError, match=r"trained in full beside adapters.* cannot be div"):
+        with pytest.raises(
+            ModelError, match=r"trained in full together with adapters.* cannot be div"
+        ):
             apply_fsdp(model, init_mesh("cpu", 2, cfg), cfg)
 
 

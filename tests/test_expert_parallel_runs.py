@@ -155,7 +155,9 @@ def test_a_run_refuses_adapters_on_experts(tmp_path, folders, rows):
     flags = settings(folders["qwen3_moe"], rows["examples"], tmp_path / "run", *DIVIDED)
     result = run_recipe_ranks("finetune", 2, *flags, "--lora.r", "4", cwd=ROOT)
     assert result.returncode != 0
-    assert "has adapters, is trained in full beside adapters, or is in 4 bits" in result.stderr
+    assert (
+        "has adapters, is trained in full together with adapters, or is in 4 bits" in result.stderr
+    )
 
 
 @pytest.mark.slow
