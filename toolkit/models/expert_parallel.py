@@ -140,7 +140,8 @@ def check_experts_unchanged(model: nn.Module, parts: int) -> None:
                 f"sharding.expert_parallel {parts}: {name} ({type(module).__name__}) has adapters, "
                 "is trained in full together with adapters, or is in 4 bits, and cannot be "
                 "divided. Name other modules, such as lora.target_modules: [q_proj, k_proj, "
-                "v_proj, o_proj], since all-linear may include experts; or remove sharding.expert_parallel"
+                "v_proj, o_proj], since all-linear may include experts; or remove "
+                "sharding.expert_parallel"
             )
 
 
