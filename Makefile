@@ -63,7 +63,7 @@ test-plans: install  ## Run plans and rehearsals of full-size models
 test-rest: install $(VENV)/extras/.float8  ## Run the slow tests, faults and plans
 	$(PYTEST) -m '(slow or faults or plans) and not long'
 
-test-long: install  ## Run the longest tests: a dry run of make gpu, plans of most ready configs, two guides
+test-long: install  ## Run the longest tests: a dry run of make gpu, plans of most ready configs, two guides, more kinds of parallel runs
 	$(PYTEST) -m long
 
 check: install  ## Check lint, format, names, import layers and types

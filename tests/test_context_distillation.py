@@ -32,8 +32,17 @@ def assert_same_metrics(lines: list[dict], expected_lines: list[dict]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["bfd", "none"])
-@pytest.mark.parametrize("sort", ["live", "live top 8", "stored"])
+@pytest.mark.parametrize(
+    ("sort", "packing"),
+    [
+        ("live", "bfd"),
+        ("stored", "none"),
+        *(
+            pytest.param(sort, packing, marks=pytest.mark.long)
+            for sort, packing in (("live", "none"), ("live top 8", "bfd"), ("stored", "bfd"))
+        ),
+    ],
+)
 def test_a_run_logs_the_same_metrics(folder: Path, sort: str, packing: str) -> None:
     """61 tokens are not divisible, so rows are padded, and so are the values of the teacher."""
     changes = {"live": {}, "live top 8": {"top_k": 8}, "stored": STORED}[sort]

@@ -441,11 +441,15 @@ STREAMED = (
     *("--data.max_eval_samples", 8),
 )
 RECIPES["streamed with LoRA"] = (*LORA, *STREAMED)
+LONG_RECIPES = ("another reference", "recomputed simpo", "reward", "padded")
 SHARED = ("--sharding.context_parallel", 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] if n in LONG_RECIPES else []) for n in RECIPES],
+)
 def test_a_run_logs_the_same_metrics(here: Path, name: str) -> None:
     flags = RECIPES[name]
     folders = [f"{name}-alone", f"{name}-shared"]
@@ -507,8 +511,17 @@ def plan_of(model: Path, parts: int, *flags: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["auto", "none"])
-@pytest.mark.parametrize("name", ["sigmoid", "kto", "reward"])
+@pytest.mark.parametrize(
+    ("name", "packing"),
+    [
+        ("sigmoid", "auto"),
+        ("kto", "none"),
+        *(
+            pytest.param(name, packing, marks=pytest.mark.long)
+            for name, packing in (("sigmoid", "none"), ("kto", "auto"), ("reward", "auto"))
+        ),
+    ],
+)
 def test_a_plan_has_the_activations_of_a_part(tmp_path, name, packing):
     """Four ranks that share each row have a quarter of the activations, and an exchange."""
     tiny_config("llama", max_position_embeddings=512).save_pretrained(tmp_path)

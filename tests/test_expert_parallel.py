@@ -337,7 +337,14 @@ def test_what_is_loaded_saved_and_exported_is_equal(folders, tmp_path, kind, wor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        "adamw_torch_fused",
+        pytest.param("adafactor", marks=pytest.mark.long),
+        pytest.param("muon", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_resumes_with_experts_on_other_ranks(folders, tmp_path, optim):
     folder = str(folders["mixtral"])
 

@@ -50,9 +50,15 @@ def run(recipe: str, world: int, flags: list[str]) -> str:
     ("kind", "more"),
     [
         ("qwen3_moe", ("--train.router_aux_loss", "layer")),
-        ("qwen3_moe", ("--train.router_aux_loss", "pooled", "--optim.optim", "adafactor")),
+        pytest.param(
+            "qwen3_moe",
+            ("--train.router_aux_loss", "pooled", "--optim.optim", "adafactor"),
+            marks=pytest.mark.long,
+        ),
         ("deepseek_v3", ("--train.router_bias_update_rate", 0.01)),
-        ("mixtral", ("--sharding.activation_checkpointing", "full")),
+        pytest.param(
+            "mixtral", ("--sharding.activation_checkpointing", "full"), marks=pytest.mark.long
+        ),
     ],
     ids=str,
 )
@@ -100,6 +106,7 @@ def rows(tmp_path_factory) -> dict[str, Path]:
     return files
 
 
+LONG_RUNS = ("in full, packed", "DPO", "a dense teacher")
 ATTENTION = ("--lora.r", 4, "--lora.target_modules", "[q_proj, v_proj]")
 RUNS: dict[str, tuple[str, str, tuple]] = {
     "LoRA": ("finetune", "examples", (*ATTENTION, "--train.eval_prompts", '["To 3"]')),
@@ -112,7 +119,9 @@ RUNS: dict[str, tuple[str, str, tuple]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] if n in LONG_RUNS else []) for n in RUNS]
+)
 def test_other_kinds_of_runs_log_the_same_metrics(tmp_path, folders, tiny_llama, rows, name):
     recipe, data, more = RUNS[name]
     teachers = {"TEACHER": str(tiny_llama), "OTHER": str(folders["mixtral"])}
