@@ -678,10 +678,8 @@ def test_changes_for_long_rows_keep_the_global_batch(file: Path) -> None:
     assert (chunks.mlp_chunk_tokens, chunks.activation_checkpointing) == (8192, "full")
     two = parse(PretrainConfig, ["--config", str(file), *flags, "--sharding.context_parallel=2"])
     names = [c.name for c in changes.list_changes(two, 8)]
-    assert [n for n in names if n.startswith("context_")] == [
-        f"context_parallel 8, accumulation {4 * steps}"
-    ]
-    assert not [n for n in names if n.startswith("mlp_chunk_tokens")]  # 8,192 tokens a rank
+    # 8,192 tokens a rank are no long row.
+    assert not [n for n in names if n.startswith(("context_", "mlp_chunk_tokens"))]
 
 
 def test_wrong_use_is_refused_before_any_work(file: Path, tmp_path: Path, capsys: Any) -> None:

@@ -250,7 +250,9 @@ def _changes_for_long_rows(
     sharding, train = cfg.sharding, cfg.train
     present = sharding.context_parallel
     tokens = cfg.data.sequence_length * train.micro_batch
-    if not sharding.mlp_chunk_tokens and tokens // present > _MLP_CHUNK:
+    if tokens // present <= _MLP_CHUNK:
+        return
+    if not sharding.mlp_chunk_tokens:
         chunks = {"activation_checkpointing": "full", "mlp_chunk_tokens": _MLP_CHUNK}
         name = f"mlp_chunk_tokens {_MLP_CHUNK} with activation_checkpointing full"
         yield name, {"sharding": {**chunks, "torch_compile": "none"}}
