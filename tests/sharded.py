@@ -24,6 +24,7 @@ from toolkit.training.loss import LossSum, causal_lm_loss
 
 __all__ = [
     "CLOSE",
+    "KeepGradients",
     "apply_fsdp",
     "assert_same_steps",
     "init_mesh",
@@ -76,6 +77,21 @@ def as_batch(batch: Mapping[str, Any] | Batch) -> Batch:
     inputs = {k: v for k, v in batch.items() if k not in ("labels", COUNT)}
     made = Batch.of(batch["labels"], **inputs)
     return Batch(made.inputs, made.targets, batch.get(COUNT))
+
+
+class KeepGradients(torch.optim.SGD):
+    """An optimizer whose step changes no parameter and keeps copies of the full gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.gradients: dict[str, torch.Tensor] = {}
+        self._named = dict(model.named_parameters())
+
+    def step(self, *_: Any) -> None:  # type: ignore[override]
+        for name, p in self._named.items():
+            if p.grad is not None:
+                whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                self.gradients[name] = whole.clone()
 
 
 def columns(batch: Batch) -> dict[str, Any]:

@@ -11,9 +11,8 @@ import torch
 import yaml
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, run_recipe_ranks
-from sharded import apply_fsdp, relative_difference, sharded_of
+from sharded import KeepGradients, apply_fsdp, relative_difference, sharded_of
 from tiny_models import tiny_class, tiny_config, tiny_model
-from torch.distributed.tensor import DTensor
 
 from toolkit.config.settings import (
     FinetuneConfig,
@@ -92,17 +91,9 @@ def step_gradients(
     update = Update(sharded, micro_batches)
     for batch in update:
         update.mean(causal_lm_loss(model, batch)).backward()
-    taken: dict[str, torch.Tensor] = {}
-
-    class Keep(torch.optim.SGD):
-        def step(self, *_: Any) -> None:
-            for name, p in model.named_parameters():
-                if p.grad is not None:
-                    whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                    taken[name] = whole.clone()
-
-    stats = update.step(Keep(model.parameters(), lr=0.0), max_grad_norm=0.0)
-    return float(stats.loss), int(stats.tokens), taken
+    optimizer = KeepGradients(model)
+    stats = update.step(optimizer, max_grad_norm=0.0)
+    return float(stats.loss), int(stats.tokens), optimizer.gradients
 
 
 def context_steps(

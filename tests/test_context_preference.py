@@ -12,10 +12,9 @@ import torch
 import yaml
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, run_recipe_ranks
-from sharded import alone, apply_fsdp, sharded_of
+from sharded import KeepGradients, alone, apply_fsdp, sharded_of
 from test_prefer_recipe import TEMPLATE, answer, pair, reference_of
 from tiny_models import tiny_config, tiny_model
-from torch.distributed.tensor import DTensor
 from transformers import LlamaForSequenceClassification
 
 from toolkit.config import FinetuneConfig, PreferConfig, parse
@@ -120,19 +119,11 @@ def compute_step(
     update = Update(sharded, micro_batches, counts)
     for batch in update:
         update.mean(objective(model, batch)).backward()
-    gradients: dict[str, torch.Tensor] = {}
-
-    class Keep(torch.optim.SGD):
-        def step(self, *_: Any) -> None:
-            for name, p in model.named_parameters():
-                if p.grad is not None:
-                    whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                    gradients[name] = whole.clone()
-
-    stats = update.step(Keep(model.parameters(), lr=0.0), max_grad_norm=0.0)
+    optimizer = KeepGradients(model)
+    stats = update.step(optimizer, max_grad_norm=0.0)
     numbers |= {name: float(value) for name, value in stats.parts.items()}
     numbers |= {"loss": float(stats.loss), "tokens": int(stats.tokens), "terms": int(stats.terms)}
-    return numbers, gradients
+    return numbers, optimizer.gradients
 
 
 def build_model(name: str) -> Any:

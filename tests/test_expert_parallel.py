@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import save_byte_tokenizer
 from distributed import run_ranks, tensor_sums
-from sharded import apply_fsdp, init_mesh, sharded_of
+from sharded import KeepGradients, apply_fsdp, init_mesh, sharded_of
 from tiny_models import tiny_config, tiny_model
 from torch.distributed.tensor import DTensor
 
@@ -64,17 +64,13 @@ def step_gradients(model: Any, micro_batches: list[Batch]) -> dict[str, Any]:
     update = Update(sharded_of(model), micro_batches)
     for batch in update:
         update.mean(causal_lm_loss(model, batch)).backward()
-    gradients: dict[str, torch.Tensor] = {}
-
-    class Keep(torch.optim.SGD):
-        def step(self, *_: Any) -> None:
-            for name, p in model.named_parameters():
-                if p.grad is not None:
-                    whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                    gradients[name] = whole.clone()
-
-    stats = update.step(Keep(model.parameters(), lr=0.0), max_grad_norm=NORM)
-    return {"loss": float(stats.loss), "norm": float(stats.grad_norm), "gradients": gradients}
+    optimizer = KeepGradients(model)
+    stats = update.step(optimizer, max_grad_norm=NORM)
+    return {
+        "loss": float(stats.loss),
+        "norm": float(stats.grad_norm),
+        "gradients": optimizer.gradients,
+    }
 
 
 def build(kind: str, changes: dict[str, Any]) -> Any:
