@@ -175,6 +175,6 @@ def test_a_model_that_is_compiled_as_one_is_compiled_once() -> None:
 @pytest.mark.slow
 def test_lengths_that_layers_compare_make_more_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    monkeypatch.setattr(attention, "fix_length_arguments", lambda inputs: inputs)
+    monkeypatch.setattr(attention, "fix_length_arguments", lambda inputs, parts: inputs)
     _, graphs = losses(model_of("mistral", "layer"), [batch_of(rows) for rows in PACKED], False)
     assert graphs[-1] > graphs[0]
