@@ -65,8 +65,16 @@ _SHAPES = {
     "8b": (4096, 32, 14336, 32, 8, 128256, False),
     "layer": (4096, 1, 14336, 32, 8, 32000, False),  # one of 8b
     "300m": (2048, 4, 8192, 32, 8, 32000, False),
+    "moe8b": (2048, 12, 6144, 32, 4, 151936, False),  # a quarter of the layers of Qwen3-30B-A3B
+}
+_EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "head_dim": 128,
 }
 _TINY = (64, 2, 128, 4, 2, 320)
+_TINY_EXPERTS = _EXPERTS | {"num_experts": 16, "moe_intermediate_size": 32, "head_dim": 16}
 
 
 # What the kernels of attention have in their names: cuDNN's, flash attention's, torch's others.
@@ -150,6 +158,16 @@ def model_config(place: Place, shape: str, kind: str = "llama", **changes: Any) 
         "eos_token_id": 0,
     }
     return AutoConfig.for_model(kind, **(settings | changes))
+
+
+def mixture_folder(place: Place) -> Path:
+    """Return a checkpoint of `moe8b` without weights: they are drawn by `model.init: random`."""
+    path = place.work / "model-moe8b"
+    experts = _TINY_EXPERTS if place.tiny else _EXPERTS
+    config = model_config(place, "moe8b", "qwen3_moe", **experts)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(path)
+    return path
 
 
 def folder(place: Place, shape: str) -> Path:

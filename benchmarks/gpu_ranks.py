@@ -29,6 +29,7 @@ from gpu_common import (
     Clock,
     Place,
     ToolkitLoop,
+    mixture_folder,
     peaks,
     redirect,
     reset_peak,
@@ -43,9 +44,12 @@ from toolkit.checkpoint.state import optimizer_tensors
 from toolkit.config import FinetuneConfig, model_settings
 from toolkit.config.settings import CheckpointConfig
 from toolkit.data.samples.batch import Batch
+from toolkit.data.samples.pieces import Piece
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.formats import local_tensor
 from toolkit.formats.layout import slice_like
-from toolkit.mesh import init_mesh
+from toolkit.mesh import Mesh, init_mesh
+from toolkit.models.attention import attend_within_documents
 from toolkit.models.peft_model import model_tensors
 from toolkit.sharding import Sharded, apply_fsdp
 from toolkit.training import device, launch
@@ -58,32 +62,47 @@ TIMED = 4
 _LINKS = {"NVLink, 300 GB/s": 300e9, "InfiniBand, 45 GB/s": 45e9}
 
 
-def one_of_8(place: Place, rows: int = 2, **sharding: Any) -> None:
-    """8b in full as the first and as the last rank of eight: peak memory, time of a step with and
-    without a wire, host time; and the same collectives in the same order.
+def one_of_8(place: Place, rows: int = 2, shape: str = "8b", **sharding: Any) -> None:
+    """A model in full as the first and as the last rank of eight: peak memory, time of a step with
+    and without a wire, host time; and the same collectives in the same order.
+
+    Args:
+        place: where the case runs.
+        rows: rows of a micro-batch. With `context_parallel`, a row is as many times longer as ranks
+            share it, so that the rank has as many tokens.
+        shape: "8b", or "moe8b", a mixture of experts with random weights.
+        **sharding: changes of the sharding settings.
     """
     orders = {}
     for rank in (0, WORLD - 1):
         context = multiprocessing.get_context("fork")  # as_rank: once a process
         with ProcessPoolExecutor(1, mp_context=context) as pool:
-            orders[rank] = pool.submit(as_one_of_8, place, rank, rows, sharding).result()
+            task = pool.submit(as_one_of_8, place, rank, rows, shape, sharding)
+            orders[rank] = task.result()
     # Under HSDP, ranks 0 and 7 share few groups: they must do the same in groups of their own.
     first, last = ([one_rank.of_any_group(line) for line in order] for order in orders.values())
     differs = one_rank.differing(orders) or one_rank.first_difference(first, last)
     place.record("ranks 0 and 7 in one order", not differs, error=differs, count=len(first))
 
 
-def as_one_of_8(place: Place, rank: int, rows: int, sharding: dict[str, Any]) -> list[str]:
+def as_one_of_8(
+    place: Place, rank: int, rows: int, shape: str, sharding: dict[str, Any]
+) -> list[str]:
     """Load and train as `rank` of eight; return its collectives, in their order."""
-    cfg = bench(place, "8b", sharding={"activation_checkpointing": "full", **sharding})
+    sharding = {"activation_checkpointing": "full", **sharding}
+    if place.tiny and "context_parallel" in sharding:
+        sharding["context_parallel"] = 4  # the heads of the tiny model
+    model = {}
+    if shape == "moe8b":
+        model = {"name_or_path": str(mixture_folder(place)), "init": "random"}
+    cfg = bench(place, shape, sharding=sharding, model=model)
     if place.cuda:
         torch.cuda.set_device(0)
         torch.cuda.init()
     wire = Wire(place)
-    with one_rank.as_rank(rank, WORLD) as noted:
+    with one_rank.as_rank(rank, WORLD) as noted, one_rank.local_all_to_all(wire):
         sharded, optimizer = build(place, cfg, wire)
-        ids = torch.randint(0, 256, (rows, place.length), device=place.device)
-        batch = Batch.of(ids, input_ids=ids)
+        batch = batch_of(place, sharded.mesh, rows)
 
         def step() -> None:
             training.train_step(sharded, optimizer, [batch], max_grad_norm=1.0)
@@ -92,7 +111,8 @@ def as_one_of_8(place: Place, rank: int, rows: int, sharding: dict[str, Any]) ->
         # cost the host a call of Python.
         with _disable_current_modes():
             found = timed_steps(place, step)
-            speed = {"tokens_per_second": ids.numel() / found["step_seconds"], **found}
+            count = batch.inputs["input_ids"].numel()
+            speed = {"tokens_per_second": count / found["step_seconds"], **found}
             recomputed = cfg.sharding.activation_checkpointing
             check = "speed" if rank == 0 else f"rank {rank}"
             place.record(check, **speed, **peaks(place), recomputed=recomputed)
@@ -107,11 +127,26 @@ def as_one_of_8(place: Place, rank: int, rows: int, sharding: dict[str, Any]) ->
     return noted.order
 
 
+def batch_of(place: Place, mesh: Mesh, rows: int) -> Batch:
+    """Return a micro-batch of this rank: complete rows, or its part of longer ones."""
+    parts = mesh.context.size
+    ids = torch.randint(0, 256, (rows, place.length * parts))
+    if parts == 1:
+        ids = ids.to(place.device)
+        return Batch.of(ids, input_ids=ids)
+    context = (mesh.context.rank, parts)
+    shape = SampleShape("wrapped", place.length * parts, borders=True, context=context)
+    samples = [shape.sample([Piece(row, row.copy())]) for row in ids.numpy()]
+    return shape.batch(samples).to(torch.device(place.device))
+
+
 def build(place: Place, cfg: FinetuneConfig, wire: "Wire") -> tuple[Sharded, Any]:
-    """Return the sharded model and the optimizer of this rank, filled from the weights' folder."""
+    """Return the sharded model and the optimizer of this rank, with their values."""
     model = models.prepare(model_settings(cfg))
-    model = adapters.prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
     mesh = init_mesh(place.device, WORLD, cfg.sharding)
+    if mesh.context.size > 1:
+        attend_within_documents(model, mesh.context)
+    model = adapters.prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=True)
     one_rank.local_collectives(model, wire)
     if cfg.sharding.dp_replicate > 1:
@@ -305,9 +340,8 @@ def unlike_on_disk(state: checkpoint.TrainState, path: Path) -> list[str]:
 
 
 def _one_of_8(name: str, seconds: float, **changes: Any) -> Case:
-    return Case(
-        f"one_of_8_{name}", partial(one_of_8, **changes), seconds, needs=("8b",), timed=True
-    )
+    needs = () if "shape" in changes else ("8b",)
+    return Case(f"one_of_8_{name}", partial(one_of_8, **changes), seconds, needs=needs, timed=True)
 
 
 _SELECTIVE = {"activation_checkpointing": "selective", "rows": 1}
@@ -320,4 +354,7 @@ CASES = (
     _one_of_8("selective", 40, **_SELECTIVE),
     _one_of_8("hsdp_2x4", 40, **_HSDP),
     _one_of_8("compiled_selective", 60, torch_compile="layer", **_SELECTIVE),
+    _one_of_8("context_8", 60, context_parallel=WORLD),
+    _one_of_8("experts_sharded", 40, shape="moe8b"),
+    _one_of_8("experts_8", 40, shape="moe8b", expert_parallel=WORLD),
 )

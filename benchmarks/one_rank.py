@@ -7,6 +7,7 @@ group must note the same, in the same order (`differing`). A wait for the wire c
 """
 
 import contextlib
+import importlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit import ranks
 from toolkit.checkpoint import commit, shards
-from toolkit.formats import torch_private
+from toolkit.formats import torch_private, transformers_private
 from toolkit.planning.fake_ranks import fake_world
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -134,10 +135,7 @@ class _Local:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
     ) -> dist.Work | None:
-        noting = next((m for m in _modes() if isinstance(m, Noted)), None)
-        if noting is not None:
-            shapes = [list(output_tensor.shape), list(input_tensor.shape)]
-            noting.record(self._kind, shapes, group)
+        _note(self._kind, [list(output_tensor.shape), list(input_tensor.shape)], group)
         whole, part = output_tensor, input_tensor
         if self._kind == "all_gather":
             whole.view(-1, part.numel()).copy_(part.expand(whole.numel() // part.numel(), -1))
@@ -146,6 +144,69 @@ class _Local:
         sent = max(whole.nbytes, part.nbytes)
         self._wire(sent - min(whole.nbytes, part.nbytes))
         return None
+
+
+@contextlib.contextmanager
+def local_all_to_all(wire: Callable[[int], None] = lambda nbytes: None) -> Iterator[None]:
+    """Within the context, all-to-alls return what this rank sends, by local copies.
+
+    For `sharding.context_parallel` and `expert_parallel`. The number of received rows is as with
+    other ranks; rows without a sender are zero.
+
+    Args:
+        wire: called with the bytes that the rank would send to others, on the current stream.
+    """
+    module = "distributed.expert_parallel"
+    transformers_private(module, "all_to_all_single")
+    transformers_private(module, "all_to_all_single_autograd")
+    own = importlib.import_module(f"transformers.{module}")
+
+    def exchange(output: torch.Tensor, values: torch.Tensor, *, group: Any) -> None:
+        """Replace `torch.distributed.all_to_all_single` of parts of equal sizes."""
+        _note("all_to_all", [list(values.shape)], group)
+        output.copy_(values)
+        wire(_sent_bytes(values, group))
+
+    def exchange_rows(values: torch.Tensor, rows: list[int], _: list[int], group: Any) -> Any:
+        """Replace torch's `all_to_all_single_autograd`."""
+        return _Rows.apply(values, sum(rows), group, wire)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "all_to_all_single", exchange))
+        stack.enter_context(mock.patch.object(own, "all_to_all_single", exchange))
+        stack.enter_context(mock.patch.object(own, "all_to_all_single_autograd", exchange_rows))
+        yield
+
+
+class _Rows(torch.autograd.Function):
+    """An all-to-all of rows, also in the backward, in which this rank receives its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, rows: int, group: Any, wire: Any) -> torch.Tensor:
+        ctx.arguments = len(values), group, wire
+        _note("all_to_all", [list(values.shape)], group)
+        wire(_sent_bytes(values, group))
+        if rows == len(values):
+            return values.clone()
+        received = values.new_zeros(rows, *values.shape[1:])
+        kept = min(rows, len(values))
+        received[:kept] = values[:kept]
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Rows.apply(gradients[0].contiguous(), *ctx.arguments), None, None, None
+
+
+def _sent_bytes(values: torch.Tensor, group: dist.ProcessGroup) -> int:
+    """Return the bytes of an all-to-all that leave the rank."""
+    return values.nbytes * (group.size() - 1) // group.size()
+
+
+def _note(name: str, shapes: list[list[int]], group: Any) -> None:
+    """Append an exchange to the notes of this rank, if it takes any."""
+    if noting := next((m for m in _modes() if isinstance(m, Noted)), None):
+        noting.record(name, shapes, group)
 
 
 def _modes() -> list[Any]:

@@ -15,9 +15,11 @@ import pytest
 import torch
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, run_recipe_ranks
-from sharded import sharded_of
+from sharded import alone, sharded_of
 from tiny_models import save as save_model
 from tiny_models import tiny_model
+
+from toolkit.mesh import View
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
 import one_rank
@@ -48,6 +50,25 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, str]] = {
     "divided, recomputed": (
         *("mixtral", 8, {"expert_parallel": 4, "activation_checkpointing": "full"}, 0, ""),
     ),
+    "divided on 64": (
+        *("mixtral", 64, {"expert_parallel": 4, "dp_replicate": 8, "dp_shard": 8}, 0, ""),
+    ),
+    "parts of rows": ("llama", 8, {"context_parallel": 2}, 0, ""),
+    "parts of rows, replicas, recomputed": (
+        "llama",
+        8,
+        {
+            "context_parallel": 4,
+            "dp_replicate": 2,
+            "dp_shard": 4,
+            "activation_checkpointing": "full",
+        },
+        4,
+        "",
+    ),
+    "parts of rows, DPO": ("llama", 8, {"context_parallel": 2, "objective": "sigmoid"}, 0, ""),
+    "parts of rows, KTO": ("llama", 8, {"context_parallel": 4, "objective": "kto"}, 0, ""),
+    "parts of rows on 64": ("llama", 64, {"context_parallel": 4}, 4, ""),
     "adapters of rank 4 on 16": ("llama", 16, {}, 4, ""),
     "DPO": ("llama", 8, {"objective": "sigmoid"}, 0, ""),
     "KTO": ("llama", 8, {"objective": "kto"}, 0, ""),
@@ -63,9 +84,14 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, str]] = {
     "an empty shard that cannot be summed": ("mixtral", 16, {}, 0, "empty"),
 }
 
-SOME = {"KTO on 64": (0, 1, 2, 3, 4, 31, 32, 33, 62, 63)}
+SOME = {
+    "KTO on 64": (0, 1, 2, 3, 4, 31, 32, 33, 62, 63),
+    "divided on 64": (0, 1, 3, 4, 5, 8, 31, 32, 59, 63),
+    "parts of rows on 64": (0, 1, 2, 3, 4, 31, 32, 60, 63),
+}
 """Ranks that run, of cases with more than can all run in a minute: the first and the last, those
-at the middle, with shards and without, and with each number of pairs."""
+at the middle, with shards and without, with each number of pairs, and several ranks of a group.
+`make test-long` runs all ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +125,12 @@ def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
     objective = sharding.get("objective")
     model_cfg = RewardModelConfig(folder) if objective == "reward" else ModelConfig(folder)
     model = prepare(model_cfg)
-    if objective is not None:
-        attend_within_documents(model)
+    mesh = init_mesh("cpu", world, cfg)
+    if objective is not None or cfg.context_parallel > 1:
+        attend_within_documents(model, mesh.context)
     if r:
         model = prepare_adapters(model, LoraConfig(r=r), cfg.param_dtype)
-    apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
+    apply_fsdp(model, mesh, cfg)
     if world > 1:
         one_rank.local_collectives(model)
     loading.load_or_init(sharded_of(model), model_cfg, "cpu", 0, say=lambda _: None)
@@ -112,25 +139,37 @@ def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
     return checkpoint.TrainState(model.train(), optimizer)
 
 
-def batches(rank: int, count: int = 2) -> list[dict[str, torch.Tensor]]:
-    """Of this rank; the last rank has no token to learn in its second."""
-    drawn = torch.Generator().manual_seed(rank)
+def batches(mesh: Any, count: int = 2) -> list[Any]:
+    """Complete rows of this data rank, or this rank's part of them."""
+    from toolkit.data.samples.pieces import Piece
+    from toolkit.data.samples.sample_shape import SampleShape
+
+    drawn = torch.Generator().manual_seed(mesh.data.rank)
     ids = torch.randint(0, 300, (count, 2, LENGTH), generator=drawn)
-    return [{"input_ids": one, "labels": one.clone()} for one in ids]
+    if mesh.context.size == 1:
+        return [{"input_ids": one, "labels": one.clone()} for one in ids]
+    parts = mesh.context.rank, mesh.context.size
+    shape = SampleShape("wrapped", LENGTH, borders=True, context=parts)
+    rows = ids.numpy()
+    return [shape.batch([shape.sample([Piece(x, x.copy())]) for x in one]) for one in rows]
 
 
-def pairs(rank: int, world: int, objective: str, r: int, count: int = 2) -> list[Any]:
-    """Packed pairs of this rank, others on each; the last rank has none in its last micro-batch.
-    Under adapters they come without a reference, as those of a stream.
+def pairs(mesh: Any, objective: str, r: int, count: int = 2) -> list[Any]:
+    """Packed pairs of this data rank, others on each; the last one has none in its last
+    micro-batch. Under adapters they come without a reference, as those of a stream.
     """
     from toolkit.data.row_formats import ANSWERS, PAIRS
     from toolkit.data.samples.pieces import Piece
     from toolkit.data.samples.sample_shape import SampleShape
 
+    rank, world = mesh.data.rank, mesh.data.size
     drawn, made = np.random.default_rng(rank), []
-    prompts = objective == "orpo"
-    rows = ANSWERS if objective == "kto" else PAIRS
-    shape = SampleShape("bfd", 4 * LENGTH, borders=True, row_format=rows, prompts=prompts)
+    options: dict[str, Any] = {
+        "row_format": ANSWERS if objective == "kto" else PAIRS,
+        "prompts": objective == "orpo",
+        "context": (mesh.context.rank, mesh.context.size),
+    }
+    shape = SampleShape("bfd", 4 * LENGTH, borders=True, **options)
     for i in range(count):
         many = 0 if count > 1 and (rank, i) == (world - 1, count - 1) else 1 + (rank + i) % 3
         pieces = []
@@ -147,15 +186,15 @@ def pairs(rank: int, world: int, objective: str, r: int, count: int = 2) -> list
     return made
 
 
-def train(state: Any, rank: int, world: int, sharding: dict[str, Any], r: int) -> Any:
+def train(state: Any, mesh: Any, sharding: dict[str, Any], r: int) -> Any:
     """Run a step of the case's objective."""
     from sharded import sharded_of, train_step
 
     from toolkit.training.step import Update
 
     if (loss := objective_of(state.model, sharding)) is None:
-        return train_step(state.model, state.optimizer, batches(rank))
-    micro_batches = pairs(rank, world, sharding["objective"], r)
+        return train_step(state.model, state.optimizer, batches(mesh))
+    micro_batches = pairs(mesh, sharding["objective"], r)
     counts = [loss.counts(batch) for batch in micro_batches]
     update = Update(sharded_of(state.model), micro_batches, counts)
     for batch in update:
@@ -169,19 +208,21 @@ def objective_of(model: Any, sharding: dict[str, Any]) -> Any:
     from toolkit.config.preference import PreferenceConfig
     from toolkit.training.preference import PreferenceLoss
 
-    kind = sharding.get("objective")
-    return kind and PreferenceLoss(PreferenceConfig(loss_type=kind), sharded_of(model).mesh.loss)
+    if (kind := sharding.get("objective")) is None:
+        return None
+    mesh, cfg = sharded_of(model).mesh, PreferenceConfig(loss_type=kind)
+    return PreferenceLoss(cfg, mesh.data, max_pairs=8, context=mesh.context)
 
 
-def evaluation(state: Any, rank: int, world: int, sharding: dict[str, Any], r: int) -> Any:
+def evaluation(state: Any, mesh: Any, sharding: dict[str, Any], r: int) -> Any:
     """Return the evaluation of the case's objective."""
     from sharded import evaluate, sharded_of
 
     from toolkit.training import step
 
     if (loss := objective_of(state.model, sharding)) is None:
-        return evaluate(state.model, {"": batches(rank, 1)})[0]
-    sources = {"": pairs(rank, world, sharding["objective"], r, 1)}
+        return evaluate(state.model, {"": batches(mesh, 1)})[0]
+    sources = {"": pairs(mesh, sharding["objective"], r, 1)}
     return step.evaluate(sharded_of(state.model), sources, loss)[0]
 
 
@@ -191,7 +232,7 @@ def begin(rank: int, world: int, folder: str, root: str, r: int, optim: dict[str
     from toolkit.config.settings import CheckpointConfig
 
     state = build(folder, world, optim, r)
-    train(state, 0, 2, optim, r)
+    train(state, alone(View(0, 2)), optim, r)
     state.step = 1
     checkpoint.save(state, root, CheckpointConfig())
 
@@ -223,26 +264,34 @@ def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, 
 
     _, _, sharding, r, fault = CASES[name]
     own = Path(root, f"{name}-{rank}")
-    with one_rank.as_rank(rank, world) as noted, even_dispatch():
+    with (
+        one_rank.as_rank(rank, world) as noted,
+        even_dispatch(),
+        one_rank.local_all_to_all(),
+    ):
         state = build(folder, world, sharding, r)
+        mesh = sharded_of(state.model).mesh
         step = checkpoint.resume(state, root, CheckpointConfig())
         with planted(fault, rank, state.model):
             try:
                 guard = Integrity(state, every=1)
                 for done in (2, 3):
-                    stats = train(state, rank, world, sharding, r)
+                    stats = train(state, mesh, sharding, r)
                     guard.record(done)
-                evaluated = evaluation(state, rank, world, sharding, r)
+                evaluated = evaluation(state, mesh, sharding, r)
                 guard.compare_ranks(3, [guard.compute_checksums()] * world)
                 state.step = 3
                 checkpoint.save(state, own, CheckpointConfig())
             except RuntimeError as error:
                 return {"failed": str(error), "order": noted.order}
         sizes = [p.to_local().numel() for p in state.trained_parameters().values()]
+        finite = bool(torch.isfinite(torch.stack([stats.loss, evaluated.loss])).all())
+        if mesh.context.rank > 0 and "objective" in sharding:
+            finite = True  # the first rank of a row counts its pairs; simulated sums add nothing
         return {
             "step": step,
             "order": noted.order,
-            "finite": bool(torch.isfinite(torch.stack([stats.loss, evaluated.loss])).all()),
+            "finite": finite,
             "skipped": bool(stats.skipped),
             "empty": sizes.count(0),
             "holds": sum(sizes) > 0,
@@ -255,12 +304,14 @@ def live_as(place: int, _: int, numbers: tuple[int, ...], world: int, *rest: Any
     return live(numbers[place], world, *rest)
 
 
-def all_ranks(folders: dict[str, str], root: Path, name: str) -> dict[int, dict[str, Any]]:
-    """Return what each rank found; of many ranks, those that run."""
+def all_ranks(
+    folders: dict[str, str], root: Path, name: str, numbers: tuple[int, ...] = ()
+) -> dict[int, dict[str, Any]]:
+    """Return what each rank found, or each of `numbers`."""
     kind, world, sharding, r, _ = CASES[name]
     optim = {k: v for k, v in sharding.items() if k in ("optim", "objective")}
     run_ranks(begin, 1, folders[kind], str(root), r, optim)
-    numbers = SOME.get(name, tuple(range(world)))
+    numbers = numbers or tuple(range(world))
     arguments = numbers, world, folders[kind], str(root), name
     return dict(zip(numbers, run_ranks(live_as, len(numbers), *arguments, group=False)))  # noqa: B905
 
@@ -273,13 +324,28 @@ QUICK = ("in full",)
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in RIGHT]
 )
 def test_all_ranks_do_the_same_in_the_same_order(folders, tmp_path: Path, name: str) -> None:
-    by_rank = all_ranks(folders, tmp_path, name)
+    compare_orders(name, all_ranks(folders, tmp_path, name, SOME.get(name, ())))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SOME)
+def test_64_ranks_do_the_same_in_the_same_order(folders, tmp_path: Path, name: str) -> None:
+    by_rank: dict[int, dict[str, Any]] = {}
+    for first in range(0, 64, 8):  # as many processes at a time as other cases start
+        by_rank |= all_ranks(folders, tmp_path / str(first), name, tuple(range(first, first + 8)))
+    assert len(by_rank) == CASES[name][1] == 64
+    compare_orders(name, by_rank)
+
+
+def compare_orders(name: str, by_rank: dict[int, dict[str, Any]]) -> None:
+    """Compare what ranks did in the life of a case, and how it ended."""
     found = [*by_rank.values()]
     assert [of.get("failed") for of in found] == [None] * len(found)
     assert one_rank.differing({rank: of["order"] for rank, of in by_rank.items()}) == ""
     kinds = {line.split()[0] for line in found[0]["order"]}
     assert kinds >= {"all_gather", "reduce_scatter", "exchange"}
-    assert any("all_to_all" in kind for kind in kinds) == ("divided" in name)
+    sends_tokens = "divided" in name or "parts of rows" in name
+    assert ("all_to_all" in kinds) == sends_tokens
     for of in found:
         assert (of["step"], of["finite"], of["skipped"]) == (1, True, False)
         assert of["shards"] == of["holds"]  # a rank without a value writes no file
