@@ -66,10 +66,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         yield SimpleNamespace(model=None, mesh=None), None
 
     monkeypatch.setattr(measuring, "sharded", sharded)
-    objective = SimpleNamespace(shard_models=lambda: None, largest_batch=lambda packing: None)
+    objective = SimpleNamespace(shard_models=lambda: None, largest_batch=lambda choice: None)
     monkeypatch.setattr(measuring, "build", lambda *_: objective)
-    monkeypatch.setattr(measuring, "base_of", lambda model: model)
-    monkeypatch.setattr(measuring, "planned_packing", lambda *_: "bfd")
+    monkeypatch.setattr(measuring, "attend_as_run", lambda *_, **__: None)
     step = lambda *_, around, **__: around(lambda: None)  # noqa: E731
     monkeypatch.setattr(measuring, "allocate_and_run_step", step)
     planned = lambda fn, *args: (0, 10**9) if fn is preflight._choose_by_plan else fn(*args)  # noqa: E731

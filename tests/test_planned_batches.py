@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_planning import _save, _wide
+from test_planning import _save, _sizes, _wide
+from transformers import AutoConfig
 
 from toolkit.config import DistillConfig, FinetuneConfig, parse
 from toolkit.config.lora import LoraConfig
@@ -190,3 +191,38 @@ def test_a_live_teacher_takes_what_the_plan_says(model: Path, tmp_path: Path, wo
     teacher = build_on_meta(cfg.teacher)
     held = planned.state.parameters - without.state.parameters
     assert held * world == pytest.approx(sum(4 * p.numel() for p in teacher.parameters()), rel=0.01)
+
+
+@pytest.mark.plans
+def test_packed_rows_with_sliding_windows_are_planned_without_masks(tmp_path: Path) -> None:
+    """The run attends by the borders of documents; only padded rows have masks [T, T]."""
+    long = 2048
+
+    def plan_of(packing: str, window: int | None) -> Any:
+        sizes = {"sliding_window": window, "max_position_embeddings": long}
+        model = AutoConfig.for_model(
+            "mistral", **_sizes(2) | sizes, hidden_size=64, intermediate_size=128, head_dim=16
+        )
+        folder = _save(model, tmp_path / f"{packing}-{window}")
+        cfg = config(folder, "", packing)
+        cfg = replace(cfg, data=replace(cfg.data, sequence_length=long))
+        return cfg, simulate(cfg, 1, device_type="cuda")
+
+    cfg, packed = plan_of("bfd", 100)
+    _, without = plan_of("bfd", None)
+    _, padded = plan_of("none", 100)
+    assert packed.peak.nbytes == pytest.approx(without.peak.nbytes, rel=0.01)
+    assert padded.peak.nbytes - packed.peak.nbytes > 0.9 * ROWS * long**2
+    flops = [
+        sum(
+            count * operation[0]
+            for work in plan.work.values()
+            for operation, count in work.operations.items()
+        )
+        for plan in (packed, without)
+    ]
+    assert flops[0] < 0.97 * flops[1]
+    measured = measure(cfg, 1, CPU)[0]
+    planned = simulate(cfg, 1, device_type="cpu").peak.nbytes
+    print(f"planned {planned:,}, measured {measured:,}")
+    assert 0.95 <= planned / measured <= 1.1

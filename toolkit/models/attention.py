@@ -24,7 +24,7 @@ the first compilation.
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -96,7 +96,8 @@ def attend_within_documents(
         model: the model.
         context: ranks that share the tokens of each row. A forward with borders is then collective:
             it gets this rank's part of each row (`Batch.cut`), and the borders of complete rows.
-        planned: attend without sliding windows, which need the values of the borders.
+        planned: attend without the values of the borders, which a plan does not have. Each row is
+            one document, and sliding windows are replaced by shorter documents.
 
     Raises:
         ModelError: the model's attention is neither SDPA nor flash attention, or it is not SDPA and
@@ -114,7 +115,8 @@ def attend_within_documents(
         raise ModelError(f"its attention is {' and '.join(sorted({kernel, *kernels}))}")
     # "flash" in a name makes transformers look for a kernel of that name.
     name = _PREFIX + kernel.replace("flash", "fa")
-    attend = partial(_attention_forward, kernel)
+    attend_in_rows = _attend_planned if planned else _attention_forward
+    attend = partial(attend_in_rows, kernel)
     if context is not None and parts > 1:
         if kernel != "sdpa" or context.group is None:
             raise ModelError(
@@ -122,7 +124,7 @@ def attend_within_documents(
                 "GPUs it runs flash attention, too"
             )
         name = f"{_PREFIX}context_{kernel}"
-        attend = partial(_attend_across_ranks, context.group, planned)
+        attend = partial(_attend_across_ranks, context.group, attend_in_rows)
     AttentionInterface.register(name, attend)
     _set_attention_implementation(configs, name)
     forward = model.forward
@@ -257,6 +259,40 @@ def _attention_forward(
     return out.unflatten(0, (batch, length)).contiguous(), None
 
 
+def _attend_planned(
+    kernel: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention with the memory and about the operations of `_attention_forward`.
+
+    The values are wrong: a row with a sliding window is cut into documents of about two windows, in
+    which a token sees as many others on average. Arguments and results are those of
+    `_attention_forward`.
+    """
+    batch, _, length, _ = query.shape
+    if options.get(BORDERS[0]) is None or sliding_window is None or sliding_window >= length:
+        options["sliding_window"] = sliding_window
+        return _attention_forward(kernel, module, query, key, value, attention_mask, **options)
+    fewest = max(1, length // (2 * sliding_window))
+    parts = next(count for count in range(fewest, 0, -1) if length % count == 0)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        """Cut each row into parts; without a copy, since it is a view of [B, T, heads, width]."""
+        rows = tensor.transpose(1, 2)
+        return rows.reshape(batch * parts, length // parts, *rows.shape[2:]).transpose(1, 2)
+
+    query, key, value = cut(query), cut(key), cut(value)
+    out, _ = _attention_forward(kernel, module, query, key, value, attention_mask, **options)
+    return out.reshape(batch, length, *out.shape[2:]), None
+
+
 class _KeyGroups:
     """Stands for an attention layer whose key heads were repeated, as SDPA's function reads it."""
 
@@ -267,7 +303,7 @@ class _KeyGroups:
 
 def _attend_across_ranks(
     group: dist.ProcessGroup,
-    planned: bool,
+    attend_in_rows: Callable[..., tuple[torch.Tensor, None]],
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -281,7 +317,8 @@ def _attend_across_ranks(
 
     Args:
         group: the ranks, `size` in number.
-        planned: see `attend_within_documents`.
+        attend_in_rows: computes attention in complete rows; it has the interface of
+            `_attention_forward`.
         module: the attention layer.
         query: [B, heads, T / size, width].
         key: [B, key heads, T / size, width].
@@ -297,8 +334,6 @@ def _attend_across_ranks(
     """
     if options.get(BORDERS[0]) is None:
         return _attention_forward("sdpa", module, query, key, value, attention_mask, **options)
-    if planned:
-        options["sliding_window"] = None
     layer: Any = module
     has_key_heads = key.shape[1]
     key, value = repeat_key_heads(query, key, value, group.size())
@@ -306,7 +341,7 @@ def _attend_across_ranks(
         is_causal = getattr(module, "is_causal", True)
         layer = _KeyGroups(query.shape[1] // key.shape[1], is_causal)
     query, key, value = (exchange(t, group, 1, 2) for t in (query, key, value))
-    out, _ = _attention_forward("sdpa", layer, query, key, value, attention_mask, **options)
+    out, _ = attend_in_rows("sdpa", layer, query, key, value, attention_mask, **options)
     return exchange(out, group, 1, 2), None
 
 

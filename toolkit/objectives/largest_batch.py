@@ -21,7 +21,7 @@ _PAD = 1  # another id than that of the tokens
 _SHORT = 2  # tokens of the shorter side of a pair: one of its prompt and one answer
 
 
-def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
+def largest_batch(cfg: RunConfig, packing: Packing, *, borders: bool = False) -> Batch:
     """Build the micro-batch that takes the most memory, on the host. See [Note: largest batch].
 
     Every token is 0, and all tokens are supervised.
@@ -29,6 +29,7 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
     Args:
         cfg: settings of the run.
         packing: `data.packing`, with `auto` decided.
+        borders: whether the batch has the borders of documents, as with `context_parallel` always.
     """
     rows, length = cfg.train.micro_batch, cfg.data.sequence_length
     parts = cfg.sharding.context_parallel
@@ -37,7 +38,7 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
         packing,
         length,
         _PAD,
-        borders=parts > 1,
+        borders=borders or parts > 1,
         row_format=row_format,
         prompts=cfg.learns_prompts,
         context=(0, parts),
@@ -53,10 +54,11 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
         samples = [shape.dummy_sample(tokens, late=late) for tokens in lengths]
         return _drop_positions(shape.batch(samples))
     ids = torch.zeros(rows, -(-length // parts) * parts, dtype=torch.int64)
-    if parts == 1:
+    if not shape.borders:
         return Batch({"input_ids": ids}, ids.clone())
     inputs = {"input_ids": ids, ONE_DOCUMENT_A_ROW: True} | document_borders({"input_ids": ids})
-    return Batch(inputs, ids.clone()).cut(0, parts)
+    batch = Batch(inputs, ids.clone())
+    return batch if parts == 1 else batch.cut(0, parts)
 
 
 def _build_pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:

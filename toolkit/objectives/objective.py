@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 from toolkit.config import measures
 from toolkit.config.measures import LOSS, Metric
 from toolkit.config.settings import ModelConfig, RunConfig, ShardingConfig
-from toolkit.data.prepare import TrainingData
+from toolkit.data.prepare import PackingChoice, TrainingData
 from toolkit.data.row_formats import RowFormat, find_row_format
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sample_shape import Packing
 from toolkit.errors import ConfigError
 from toolkit.loading import load_or_init
 from toolkit.mesh import Mesh
@@ -200,13 +199,13 @@ class Objective:
 
     # ---- For plans
 
-    def largest_batch(self, packing: Packing) -> Batch:
+    def largest_batch(self, choice: PackingChoice) -> Batch:
         """Build the micro-batch that takes the most memory, on the host.
 
         Args:
-            packing: `data.packing`, with `auto` decided.
+            choice: packing of the run, and whether its batches have the borders of documents.
         """
-        return largest_batch(self.cfg, packing)
+        return largest_batch(self.cfg, choice.packing, borders=choice.mask is None)
 
 
 def frozen_sharding(sharding: ShardingConfig) -> ShardingConfig:

@@ -16,9 +16,8 @@ from torch import nn
 
 from toolkit.adapters import prepare_adapters
 from toolkit.config.settings import RunConfig, ShardingConfig, TorchCompile, model_settings
-from toolkit.data.prepare import choose_packing
+from toolkit.data.prepare import PackingChoice, choose_packing
 from toolkit.data.row_formats import find_row_format
-from toolkit.data.samples.sample_shape import Packing
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import torch_private
 from toolkit.mesh import init_mesh, mesh_shape
@@ -40,7 +39,7 @@ from toolkit.sharding.fsdp import (
 )
 from toolkit.sharding.units import plan_units
 
-_packings: "weakref.WeakKeyDictionary[nn.Module, Packing]" = weakref.WeakKeyDictionary()
+_choices: "weakref.WeakKeyDictionary[nn.Module, PackingChoice]" = weakref.WeakKeyDictionary()
 TRACED = "aot_eager_decomp_partition"
 """The backend of torch that partitions like inductor, but runs the operations one by one."""
 
@@ -114,9 +113,6 @@ def sharded(
             refuse_float16(model, cfg.model.name_or_path)
             if (parts := cfg.sharding.context_parallel) > 1:
                 check_context_parallel(model, parts, cfg.data.sequence_length)
-                planned_packing(cfg, model)  # tried now, before the attention is replaced
-                context = init_mesh(mesh_type, world_size, cfg.sharding).context
-                attend_within_documents(model, context, planned=True)
         model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
         set_planned_device(model, device_type)
         if not objective_class(type(cfg)).has_dropout:
@@ -158,19 +154,42 @@ def _decide_sharding(
     return sharding
 
 
-def planned_packing(cfg: RunConfig, base: nn.Module) -> Packing:
-    """Return `data.packing`; if it is `auto`, decide it as the run would.
+def planned_packing(cfg: RunConfig, base: nn.Module) -> PackingChoice:
+    """Decide `data.packing` as the run would, and whether its attention needs a mask.
 
     To decide, packing is tried on a tiny copy of `base`, once per model. Do not call it within a
-    FakeTensorMode.
+    FakeTensorMode. Unlike in a run, `bfd` is not refused, because the devices of the run may have
+    another attention.
     """
-    if cfg.data.packing != "auto":
-        return cfg.data.packing
-    if base not in _packings:
+    if base not in _choices:
+        setting = cfg.data.packing
+        data = replace(cfg.data, packing="auto") if setting == "bfd" else cfg.data
         parts = cfg.sharding.context_parallel
-        choice = choose_packing(cfg.data, cast(Any, base), cfg.train.micro_batch, parts=parts)
-        _packings[base] = choice.packing
-    return _packings[base]
+        choice = choose_packing(data, cast(Any, base), cfg.train.micro_batch, parts=parts)
+        kernel = base.config._attn_implementation  # type: ignore[union-attr]
+        if choice.mask is None and kernel != "sdpa":
+            choice = replace(choice, mask=f"plans have no borders for {kernel}")
+        _choices[base] = replace(choice, packing="bfd") if setting == "bfd" else choice
+    return _choices[base]
+
+
+def attend_as_run(cfg: RunConfig, sharded_model: Sharded, *, has_values: bool) -> PackingChoice:
+    """Let a model attend within documents if that of the run does, instead of building masks.
+
+    Args:
+        cfg: the settings of the run.
+        sharded_model: the model from `sharded`; changed in place.
+        has_values: whether the model will run with real tensors. If not, its attention does not
+            read the borders of documents.
+
+    Returns:
+        The packing of the run. Its batches have borders if `mask` is None.
+    """
+    base: Any = base_of(sharded_model.model)
+    choice = planned_packing(cfg, base)
+    if choice.mask is None:
+        attend_within_documents(base, sharded_model.mesh.context, planned=not has_values)
+    return choice
 
 
 def _compiles_layers(
@@ -185,7 +204,7 @@ def _compiles_layers(
         device_type: type of the run's devices.
     """
     needs_packing = cfg.sharding.torch_compile == "auto" and device_type == "cuda"
-    packing = planned_packing(cfg, base_of(model)) if needs_packing else cfg.data.packing
+    packing = planned_packing(cfg, base_of(model)).packing if needs_packing else cfg.data.packing
     sharding = replace(sharding, torch_compile=cfg.sharding.torch_compile)
     has_kernels = cfg.model.kernels != "none"
     plan = plan_units(model, sharding)

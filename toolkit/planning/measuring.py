@@ -21,11 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError
 from toolkit.formats.metrics_file import STARTS, get_finite_number, read_lines, read_metrics
-from toolkit.models.peft_model import base_of
 from toolkit.objectives import build
 from toolkit.planning.devices import Device, device_here, device_of, find_device_name
 from toolkit.planning.estimates import calibrate, estimate, save_calibration
-from toolkit.planning.fake_ranks import planned_packing, sharded
+from toolkit.planning.fake_ranks import attend_as_run, sharded
 from toolkit.planning.meter import Meter
 from toolkit.planning.search import with_settings
 from toolkit.planning.simulation import allocate_and_run_step, simulate
@@ -69,7 +68,7 @@ def measure(
     ):
         objective = build(cfg, sharded_model.mesh, kind)
         objective.shard_models()
-        batch = objective.largest_batch(planned_packing(cfg, base_of(sharded_model.model)))
+        batch = objective.largest_batch(attend_as_run(cfg, sharded_model, has_values=True))
         allocate_and_run_step(sharded_model, objective, meter, device, batch, around=measure_step)
     return measured[0]
 

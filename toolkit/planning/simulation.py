@@ -43,7 +43,7 @@ from toolkit.models.peft_model import base_of
 from toolkit.models.reward import reward_head
 from toolkit.models.tiny_copy import build_meta_model, describe_layer_kinds, shrunk_configs
 from toolkit.objectives import Objective, build
-from toolkit.planning.fake_ranks import TRACED, planned_packing, sharded
+from toolkit.planning.fake_ranks import TRACED, attend_as_run, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.fsdp import Sharded
 from toolkit.tables import size_text
@@ -206,7 +206,8 @@ def _simulate(
         for frozen in objective.frozen.values():
             notes += _probe_loss(frozen.model, frozen.model)
         temporary_models = objective.shard_temporary_models()
-        batch = objective.largest_batch(planned_packing(cfg, base))
+        choice = attend_as_run(cfg, sharded_model, has_values=False)
+        batch = objective.largest_batch(choice)
         granularity = 1 if on_host else _ALLOCATION_BYTES
         meter = Meter(absent, granularity, gloo=gloo and on_host and world_size > 1)
         has_mask = "attention_mask" in batch.inputs
