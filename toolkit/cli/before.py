@@ -126,7 +126,7 @@ def _add_plan(command: AddCommand) -> None:
         "RUN, of a step of CONFIG on this machine's device; stored in XDG_CACHE_HOME/toolkit",
     )
     add("--sweep", action="store_true", help="compare meshes and recomputation")
-    longest = "find the longest sequence and the largest batch that fit; a few seconds per plan"
+    longest = "find the longest sequence and the largest batch that fit; makes 4 to 8 plans"
     add("--longest", action="store_true", help=longest)
     add("--json", action="store_true", help="print one JSON object")
 

@@ -23,6 +23,7 @@ Report = Callable[[str], object]
 """Called with a line before each plan, to show progress."""
 
 _LENGTH_STEP = 512  # tokens
+_MAX_LENGTHS = 256  # a plan of a long row takes minutes, so few are made
 # Upper bounds if neither the model nor the memory sets one.
 _MAX_TOKENS = 1 << 20
 _MAX_MICRO_BATCH = 1024
@@ -222,8 +223,8 @@ def find_longest(plan: Plan, device: Device, memory: int, report: Report) -> Lon
     """Find the longest sequence and the largest micro-batch that fit into `memory` bytes.
 
     Each is searched for while the other keeps its value in `plan`. The length is a multiple of 512
-    tokens, up to the positions of the model. Makes four to eight plans in all, each of which takes
-    seconds.
+    tokens up to 131,072 positions of the model, and of a larger step beyond. Makes four to eight
+    plans in all, each of which takes seconds, or minutes for long rows.
 
     Args:
         plan: plan of the run as it is.
@@ -254,7 +255,7 @@ def find_longest(plan: Plan, device: Device, memory: int, report: Report) -> Lon
     config = build_on_meta(model_settings(cfg)).config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     limit = positions if isinstance(positions, int) and positions > 0 else _MAX_TOKENS
-    step = min(_LENGTH_STEP, limit)
+    step = min(_LENGTH_STEP * -(-limit // (_LENGTH_STEP * _MAX_LENGTHS)), limit)
     lengths = range(step, limit + 1, step)
     known_lengths = {length / step: plan.estimate.memory}
     tokens = step * search(lengths, bytes_of_length, memory, known_lengths)
