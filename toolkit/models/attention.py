@@ -26,6 +26,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -85,7 +86,7 @@ def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def attend_within_documents(
-    model: PreTrainedModel, context: View | None = None, *, planned: bool = False
+    model: PreTrainedModel, context: View | None = None, *, planned_on: str | None = None
 ) -> None:
     """Patch `model` in place so that document borders in a forward replace the attention mask.
 
@@ -96,8 +97,8 @@ def attend_within_documents(
         model: the model.
         context: ranks that share the tokens of each row. A forward with borders is then collective:
             it gets this rank's part of each row (`Batch.cut`), and the borders of complete rows.
-        planned: attend without the values of the borders, which a plan does not have. Each row is
-            one document, and sliding windows are replaced by shorter documents.
+        planned_on: type of device, such as "cuda", whose memory and operations the attention shall
+            have, for plans. It does not read the borders: each row is one document. None: attend.
 
     Raises:
         ModelError: the model's attention is neither SDPA nor flash attention, or it is not SDPA and
@@ -115,7 +116,9 @@ def attend_within_documents(
         raise ModelError(f"its attention is {' and '.join(sorted({kernel, *kernels}))}")
     # "flash" in a name makes transformers look for a kernel of that name.
     name = _PREFIX + kernel.replace("flash", "fa")
-    attend_in_rows = _attend_planned if planned else _attention_forward
+    attend_in_rows: Callable[..., tuple[torch.Tensor, None]] = _attention_forward
+    if planned_on is not None:
+        attend_in_rows = partial(_attend_planned, planned_on)
     attend = partial(attend_in_rows, kernel)
     if context is not None and parts > 1:
         if kernel != "sdpa" or context.group is None:
@@ -260,6 +263,7 @@ def _attention_forward(
 
 
 def _attend_planned(
+    device_type: str,
     kernel: str,
     module: nn.Module,
     query: torch.Tensor,
@@ -272,14 +276,24 @@ def _attend_planned(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with the memory and about the operations of `_attention_forward`.
 
-    The values are wrong: a row with a sliding window is cut into documents of about two windows, in
-    which a token sees as many others on average. Arguments and results are those of
-    `_attention_forward`.
+    On devices other than CPUs the values are wrong: a row with a sliding window is cut into
+    documents of about two windows, in which a token sees as many others on average.
+
+    Args:
+        device_type: type of device that is planned for.
+        kernel: see `_attention_forward`, as for the other arguments and the result.
     """
-    batch, _, length, _ = query.shape
+    batch, _, length, width = query.shape
     if options.get(BORDERS[0]) is None or sliding_window is None or sliding_window >= length:
         options["sliding_window"] = sliding_window
         return _attention_forward(kernel, module, query, key, value, attention_mask, **options)
+    if device_type == "cpu":
+        scaling = options.get("scaling") or width**-0.5
+        qkv = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
+        rows: Any = SimpleNamespace(lengths=[length] * batch)
+        dropout = options.get("dropout", 0.0)
+        out = _attend_each_document(qkv, rows, scaling, sliding_window, dropout)
+        return out.unflatten(0, (batch, length)).contiguous(), None
     fewest = max(1, length // (2 * sliding_window))
     parts = next(count for count in range(fewest, 0, -1) if length % count == 0)
 

@@ -167,8 +167,7 @@ class Objective:
             model.requires_grad_(False).eval()
             if self._has_borders:
                 # Batches of packed rows tell documents apart by their borders, without a mask.
-                is_planned = self.device_type is not None
-                attend_within_documents(model, self.mesh.context, planned=is_planned)
+                attend_within_documents(model, self.mesh.context, planned_on=self.device_type)
             self.frozen[role] = apply_fsdp(model, self.mesh, sharding)
 
     def shard_temporary_models(self) -> list[Sharded]:

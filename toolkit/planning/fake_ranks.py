@@ -173,14 +173,15 @@ def planned_packing(cfg: RunConfig, base: nn.Module) -> PackingChoice:
     return _choices[base]
 
 
-def attend_as_run(cfg: RunConfig, sharded_model: Sharded, *, has_values: bool) -> PackingChoice:
+def attend_as_run(
+    cfg: RunConfig, sharded_model: Sharded, planned_on: str | None = None
+) -> PackingChoice:
     """Let a model attend within documents if that of the run does, instead of building masks.
 
     Args:
         cfg: the settings of the run.
         sharded_model: the model from `sharded`; changed in place.
-        has_values: whether the model will run with real tensors. If not, its attention does not
-            read the borders of documents.
+        planned_on: type of device that is planned for; None: the model will run with real tensors.
 
     Returns:
         The packing of the run. Its batches have borders if `mask` is None.
@@ -188,7 +189,7 @@ def attend_as_run(cfg: RunConfig, sharded_model: Sharded, *, has_values: bool) -
     base: Any = base_of(sharded_model.model)
     choice = planned_packing(cfg, base)
     if choice.mask is None:
-        attend_within_documents(base, sharded_model.mesh.context, planned=not has_values)
+        attend_within_documents(base, sharded_model.mesh.context, planned_on=planned_on)
     return choice
 
 

@@ -68,7 +68,7 @@ def measure(
     ):
         objective = build(cfg, sharded_model.mesh, kind)
         objective.shard_models()
-        batch = objective.largest_batch(attend_as_run(cfg, sharded_model, has_values=True))
+        batch = objective.largest_batch(attend_as_run(cfg, sharded_model))
         allocate_and_run_step(sharded_model, objective, meter, device, batch, around=measure_step)
     return measured[0]
 

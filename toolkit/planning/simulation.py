@@ -206,7 +206,7 @@ def _simulate(
         for frozen in objective.frozen.values():
             notes += _probe_loss(frozen.model, frozen.model)
         temporary_models = objective.shard_temporary_models()
-        choice = attend_as_run(cfg, sharded_model, has_values=False)
+        choice = attend_as_run(cfg, sharded_model, planned_on=device_type)
         batch = objective.largest_batch(choice)
         granularity = 1 if on_host else _ALLOCATION_BYTES
         meter = Meter(absent, granularity, gloo=gloo and on_host and world_size > 1)
