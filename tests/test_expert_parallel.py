@@ -433,8 +433,13 @@ def test_models_and_numbers_of_ranks_that_do_not_fit_are_refused():
         check_expert_parallel(tiny_model("llama"), ShardingConfig(expert_parallel=2))
     with pytest.raises(ModelError, match=r"has 4 experts; set sharding.expert_parallel to a"):
         check_expert_parallel(tiny_model("mixtral"), ShardingConfig(expert_parallel=3))
-    with pytest.raises(ModelError, match=r"which the 8 ranks that share a copy .* set .*replicate"):
-        check_expert_parallel(tiny_model("mixtral"), ShardingConfig(expert_parallel=2), 8)
+    twelve = tiny_model("mixtral", num_local_experts=12)
+    for model, world, shards in ((tiny_model("mixtral"), 8, 4), (twelve, 16, 4), (twelve, 8, 4)):
+        message = rf"which the {world} ranks that share a copy .* set sharding.dp_shard to {shards}"
+        with pytest.raises(ModelError, match=message):
+            check_expert_parallel(model, ShardingConfig(expert_parallel=2), world)
+        # The remedy works.
+        check_expert_parallel(model, ShardingConfig(expert_parallel=2, dp_shard=shards), world)
     check_expert_parallel(tiny_model("llama"), ShardingConfig(), 8)
     for kind in KINDS:
         check_expert_parallel(tiny_model(kind), ShardingConfig(expert_parallel=4), 4)
