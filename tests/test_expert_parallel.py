@@ -31,6 +31,7 @@ from toolkit.mesh import count_gathered_values, mesh_shape
 from toolkit.models.causal_lm import prepare
 from toolkit.models.expert_parallel import check_expert_parallel
 from toolkit.planning.devices import device_of
+from toolkit.planning.estimates import LINKS, estimate
 from toolkit.planning.fake_ranks import fake_world
 from toolkit.planning.report import format_units, summarise_units
 from toolkit.planning.search import make_plan
@@ -432,8 +433,13 @@ def test_models_and_numbers_of_ranks_that_do_not_fit_are_refused():
         check_expert_parallel(tiny_model("llama"), ShardingConfig(expert_parallel=2))
     with pytest.raises(ModelError, match=r"has 4 experts; set sharding.expert_parallel to a"):
         check_expert_parallel(tiny_model("mixtral"), ShardingConfig(expert_parallel=3))
-    with pytest.raises(ModelError, match=r"which the 8 ranks that share a copy .* set .*replicate"):
-        check_expert_parallel(tiny_model("mixtral"), ShardingConfig(expert_parallel=2), 8)
+    twelve = tiny_model("mixtral", num_local_experts=12)
+    for model, world, shards in ((tiny_model("mixtral"), 8, 4), (twelve, 16, 4), (twelve, 8, 4)):
+        message = rf"which the {world} ranks that share a copy .* set sharding.dp_shard to {shards}"
+        with pytest.raises(ModelError, match=message):
+            check_expert_parallel(model, ShardingConfig(expert_parallel=2), world)
+        # The remedy works.
+        check_expert_parallel(model, ShardingConfig(expert_parallel=2, dp_shard=shards), world)
     check_expert_parallel(tiny_model("llama"), ShardingConfig(), 8)
     for kind in KINDS:
         check_expert_parallel(tiny_model(kind), ShardingConfig(expert_parallel=4), 4)
@@ -517,3 +523,17 @@ def test_a_plan_gathers_no_experts_and_exchanges_tokens(wide):
         kinds = {key[0] for work in plan.sim.work.values() for key in work.traffic}
         assert ("all_to_all" in kinds) == (parts > 1)
         assert any("planned with even loads" in note for note in plan.sim.notes) == (parts > 1)
+
+
+@pytest.mark.slow
+def test_a_plan_knows_that_ranks_with_the_same_experts_are_on_several_nodes(wide):
+    """Two nodes of two devices: ranks 0 and 2 shard the same experts."""
+    device = replace(device_of("h100"), per_node=2)
+    cfg = config_of(wide, 4, expert_parallel=2)
+    sim = make_plan(cfg, 4, device, int(device.memory)).sim
+    traffic = [item for work in sim.work.values() for item in work.traffic.items()]
+    assert {key[2] for key, _ in traffic if key[0] == "all_gather"} == {2, 4}
+    exchanged = sum(count * key[1] / 2 for key, count in traffic if key[0] == "all_to_all")
+    # Without the time of the network, only the exchange of tokens within a node remains.
+    plan = estimate(sim, cfg, 4, replace(device, network=1e30))
+    assert plan.communication == pytest.approx(exchanged / (LINKS * device.link))

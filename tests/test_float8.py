@@ -20,6 +20,7 @@ import torch
 import yaml
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, tensor_sums
+from tiny_models import tiny_model
 
 from toolkit.config.data import DataConfig
 from toolkit.config.distill import DistillConfig, TeacherConfig
@@ -210,6 +211,25 @@ def test_layers_that_do_not_gain_stay_and_are_counted(tmp_path):
         Exception, match=r"no layer of LlamaForCausalLM gains from it \(.*too small"
     ):
         run_ranks(convert, 1, str(odd), "rowwise", "cuda")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("any_size", [False, True])
+def test_routers_and_weights_that_kernels_read_stay(recipe, any_size):
+    """DBRX's router is a module with a linear layer, and Mamba's kernel reads `out_proj`."""
+    with torch.device("meta"):
+        wide = {"d_model": 6144, "n_layers": 1, "ffn_config": {"moe_num_experts": 16}}
+        mixture = tiny_model("dbrx", perturbed=False, **wide)
+        recurrent = tiny_model("bamba", perturbed=False)
+    names, excluded = float8._select_linears(mixture, recipe, any_size=any_size)
+    assert mixture.transformer.blocks[0].ffn.router.layer.weight.shape == (16, 6144)
+    assert names
+    assert not any("router" in name for name in names)
+    assert excluded["of routers"] == 1
+    names, excluded = float8._select_linears(recurrent, recipe, any_size=True)
+    assert any(name.endswith("o_proj") for name in names)
+    assert not any(name.endswith("mamba.out_proj") for name in names)
+    assert excluded["whose weights are used without their forward"] > 0
 
 
 def test_refused_without_torchao_and_on_other_devices(monkeypatch):

@@ -13,6 +13,7 @@ from conftest import ROOT, save_byte_tokenizer
 from distributed import run_ranks, run_recipe_ranks
 from test_planning import FULL, LENGTH, _config, _save, _wide
 from test_recipe import flags
+from tiny_models import tiny_config
 
 from toolkit import ranks
 from toolkit.config import PretrainConfig, model_settings, parse
@@ -64,6 +65,22 @@ def test_what_is_refused_is_less_than_what_is_held(model: Path, more: list[str])
     if not more:  # but for rows that do not divide, all of it
         total = sum(least.values()) - least["gathered parameters"]
         assert total == pytest.approx(held.total, rel=0.01)
+
+
+def test_a_rank_gathers_no_experts_of_other_ranks(tmp_path: Path) -> None:
+    """A run that fits would be refused."""
+    sizes = {"num_local_experts": 16, "hidden_size": 64, "intermediate_size": 512}
+    folder = _save(tiny_config("mixtral", **sizes), tmp_path)
+    gathered = {}
+    for parts in (1, 2, 4):
+        cfg = _config(folder, "--sharding.expert_parallel", str(parts))
+        base = build_on_meta(model_settings(cfg))
+        gathered[parts] = minimum_bytes(cfg, base, 4, "cpu")["gathered parameters"]
+    expert = 64 * 2 * 512
+    assert gathered[1] == 16 * expert * 4
+    assert gathered[2] == gathered[1] // 2
+    # Every rank holds its experts completely, and gathers other parameters only.
+    assert 0 < gathered[4] < expert * 4
 
 
 @pytest.mark.plans

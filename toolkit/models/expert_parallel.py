@@ -117,10 +117,12 @@ def find_division_obstacle(model: PreTrainedModel, parts: int, shards: int) -> s
             )
         # Checksums and checkpoints need to know the rows of a rank. Only equal parts were tried.
         if module.num_experts % shards and shards > parts:
+            fewer = [n for n in range(parts, shards, parts) if shards % n == 0]
+            possible = max(n for n in fewer if module.num_experts % n == 0)
             return (
                 f"{name} has {module.num_experts} experts, which the {shards} ranks that share a "
-                "copy of the model do not divide equally; set sharding.dp_replicate to have fewer "
-                "ranks in a copy, or sharding.expert_parallel to all of them"
+                f"copy of the model do not divide equally; set sharding.dp_shard to {possible} and "
+                "sharding.dp_replicate to -1 to have more copies of fewer ranks"
             )
     return ""
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import assets_of
-from toolkit.models.layers import decoder_layers
+from toolkit.models.layers import children_read_directly, decoder_layers
 
 _MULTIPLE = 16  # float8 products need widths that are multiples of it
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -120,8 +120,12 @@ def _select_linears(
         for name, module in layer.named_modules(prefix=layer_name):
             if type(module) is not nn.Linear:
                 continue
-            if name.rpartition(".")[2] in _ROUTERS:
+            outer, _, leaf = name.rpartition(".")
+            # Some routers are modules with a linear layer inside.
+            if not _ROUTERS.isdisjoint(name.removeprefix(layer_name).split(".")):
                 excluded["of routers"] += 1
+            elif leaf in children_read_directly(type(model.get_submodule(outer))):
+                excluded["whose weights are used without their forward"] += 1
             elif any(width % _MULTIPLE for width in module.weight.shape):
                 excluded[f"whose widths are no multiples of {_MULTIPLE}"] += 1
             elif not (any_size or _is_faster(recipe, module)):

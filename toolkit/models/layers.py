@@ -5,7 +5,11 @@ decoder, its embedding and its head. That class is trained, so that an export is
 `config.json` names. Modules outside the text path are frozen, and never gathered.
 """
 
+import contextlib
+import functools
+import inspect
 import re
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -242,3 +246,19 @@ def _find_output_head(base: PreTrainedModel) -> nn.Module | None:
     inner = (module for module in base.modules() if isinstance(module, PreTrainedModel))
     heads = (module.get_output_embeddings() for module in inner)
     return next((head for head in heads if head is not None), None)
+
+
+@functools.cache
+def children_read_directly(kind: Any) -> frozenset[str]:
+    """Return the child modules whose weight a class uses without calling their forward. Cached.
+
+    They are found in the source code of `kind`. An example is `out_proj` in Mamba, which a kernel
+    reads. Such layers must keep a plain weight.
+    """
+    names: set[str] = set()
+    for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        # A class that was created at run time has no source.
+        with contextlib.suppress(OSError, TypeError):
+            source = inspect.getsource(cls)
+            names.update(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))", source))
+    return frozenset(names)

@@ -6,11 +6,8 @@ blocks and scales wrongly, without an error (in_features of 32, 80, 96, ...). Su
 base's dtype, on every device, so that a run means the same on each.
 """
 
-import contextlib
 import copy
 import functools
-import inspect
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +24,12 @@ from toolkit.formats import assets_of
 from toolkit.models import float8_base, packed_linear
 from toolkit.models.causal_lm import find_fp32_tensors
 from toolkit.models.classes import model_class_name
-from toolkit.models.layers import decoder_layers, enclosing_module_names, expert_counts
+from toolkit.models.layers import (
+    children_read_directly,
+    decoder_layers,
+    enclosing_module_names,
+    expert_counts,
+)
 from toolkit.models.modes import forked_rng
 from toolkit.models.packed_experts import pack_experts_on_meta, packed_expert_weights
 from toolkit.models.patterns import replace_numbers
@@ -208,7 +210,7 @@ def _choose_layers(
             ),
             "kept in float32 by the model": f"{name}.weight" in fp32,
             "router": one_each or any("router" in n for n in around),
-            "its weight is used without its forward": leaf in _children_read_directly(kind),
+            "its weight is used without its forward": leaf in children_read_directly(kind),
         }
         return next((why for why, holds in reasons.items() if holds), "") or reason_against(linear)
 
@@ -247,22 +249,6 @@ def _is_plain_linear_class(kind: Any) -> bool:
         # A custom layer may need attributes that the copy lacks.
         return False
     return isinstance(output, torch.Tensor) and torch.allclose(output, plain(x), atol=1e-5)
-
-
-@functools.cache
-def _children_read_directly(kind: Any) -> frozenset[str]:
-    """Return the child modules whose weight a class uses without calling their forward. Cached.
-
-    They are found in the source code of `kind`. An example is `out_proj` in Mamba, which a kernel
-    reads. Such layers cannot be quantised.
-    """
-    names: set[str] = set()
-    for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        # A class that was created at run time has no source.
-        with contextlib.suppress(OSError, TypeError):
-            source = inspect.getsource(cls)
-            names.update(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))", source))
-    return frozenset(names)
 
 
 def _matches_module(name: str, pattern: str) -> bool:

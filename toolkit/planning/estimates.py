@@ -251,7 +251,11 @@ def estimate(
             group = ranks or (sim.mesh[0] if sim.mesh[0] > 1 else world_size)
             sent = nbytes * (group - 1) / group * (2 if kind == "all_reduce" else 1)
             # Replicas are on other nodes, if there are several nodes.
-            within_node = (group if ranks else world_size) <= device.per_node
+            span = group if ranks else world_size
+            if ranks * cfg.sharding.expert_parallel == sim.mesh[1]:
+                # Ranks that shard the same experts are not consecutive; see `mesh`.
+                span = sim.mesh[1]
+            within_node = span <= device.per_node
             bandwidth = LINKS * (device.link if within_node else device.network)
             sending += [sent / bandwidth] * count
             if kind == "all_gather":

@@ -30,6 +30,7 @@ from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.errors import ToolkitError, one_line
 from toolkit.formats.container_memory import container_memory, peak_host_memory
 from toolkit.mesh import mesh_shape
+from toolkit.models.expert_parallel import find_divisible_experts
 from toolkit.parsing import parse_size
 from toolkit.planning import automatic
 from toolkit.planning.changes import find_remedies
@@ -280,9 +281,23 @@ def minimum_bytes(
     compute_itemsize = getattr(torch, cfg.sharding.param_dtype).itemsize
     gathered = 0
     if shards > 1 and not lora:
-        gathered = max(p.numel() for p in parameters) * compute_itemsize
+        gathered = int(_count_largest_gathered(cfg.sharding, model, shards) * compute_itemsize)
     sharded_parts = {name: int(nbytes / shards) for name, nbytes in parts.items()}
     return sharded_parts | {"gathered parameters": gathered}
+
+
+def _count_largest_gathered(cfg: ShardingConfig, model: nn.Module, shards: int) -> float:
+    """Count the values of the largest parameter that a rank gathers, from an unsharded model.
+
+    With `expert_parallel`, a rank gathers only its part of the experts; nothing of it if no other
+    rank of its copy holds the same experts.
+    """
+    divided: set[int] = set()
+    if cfg.expert_parallel > 1:
+        modules = find_divisible_experts(model).values()
+        divided = {id(p) for module in modules for p in module.parameters()}
+    share = 1 / cfg.expert_parallel if cfg.expert_parallel < shards else 0.0
+    return max(p.numel() * (share if id(p) in divided else 1.0) for p in model.parameters())
 
 
 def in_subprocess(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
