@@ -55,8 +55,10 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
     ids = torch.zeros(rows, -(-length // parts) * parts, dtype=torch.int64)
     if parts == 1:
         return Batch({"input_ids": ids}, ids.clone())
+    # As in the run's samples, padding repeats the last position.
+    positions = torch.arange(ids.shape[1]).clamp(max=length - 1).expand_as(ids)
     inputs = {"input_ids": ids, ONE_DOCUMENT_A_ROW: True} | document_borders({"input_ids": ids})
-    return Batch(inputs, ids.clone()).cut(0, parts)
+    return Batch(inputs | {"position_ids": positions}, ids.clone()).cut(0, parts)
 
 
 def _build_pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
