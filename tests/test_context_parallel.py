@@ -242,7 +242,9 @@ def test_parts_of_a_batch_are_its_rows(name, size):
     if packing == "bfd":
         assert torch.equal(positions[:, :width], whole.inputs["position_ids"])
     else:
-        assert torch.equal(positions, torch.arange(positions.shape[1]).expand_as(positions))
+        # Padding repeats the last position: a model may have no position after it.
+        expected = torch.arange(positions.shape[1]).clamp(max=width - 1)
+        assert torch.equal(positions, expected.expand_as(positions))
     borders = parts[0].inputs[BORDERS[0]]
     assert int(borders[-1]) == positions.numel()
     assert all(torch.equal(borders, p.inputs[BORDERS[0]]) for p in parts)

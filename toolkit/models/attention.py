@@ -279,9 +279,8 @@ def _attend_planned(
     On devices other than CPUs the values are wrong: a row with a sliding window is cut into
     documents of about two windows, in which a token sees as many others on average.
 
-    Args:
-        device_type: type of device that is planned for.
-        kernel: see `_attention_forward`, as for the other arguments and the result.
+    `device_type` is the type of device that is planned for. The other arguments and the result are
+    those of `_attention_forward`.
     """
     batch, _, length, width = query.shape
     if options.get(BORDERS[0]) is None or sliding_window is None or sliding_window >= length:

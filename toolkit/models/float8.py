@@ -121,10 +121,11 @@ def _select_linears(
             if type(module) is not nn.Linear:
                 continue
             outer, _, leaf = name.rpartition(".")
+            kind: Any = type(model.get_submodule(outer))
             # Some routers are modules with a linear layer inside.
             if not _ROUTERS.isdisjoint(name.removeprefix(layer_name).split(".")):
                 excluded["of routers"] += 1
-            elif leaf in children_read_directly(type(model.get_submodule(outer))):
+            elif leaf in children_read_directly(kind):
                 excluded["whose weights are used without their forward"] += 1
             elif any(width % _MULTIPLE for width in module.weight.shape):
                 excluded[f"whose widths are no multiples of {_MULTIPLE}"] += 1

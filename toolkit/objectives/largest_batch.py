@@ -57,8 +57,11 @@ def largest_batch(cfg: RunConfig, packing: Packing, *, borders: bool = False) ->
     if not shape.borders:
         return Batch({"input_ids": ids}, ids.clone())
     inputs = {"input_ids": ids, ONE_DOCUMENT_A_ROW: True} | document_borders({"input_ids": ids})
-    batch = Batch(inputs, ids.clone())
-    return batch if parts == 1 else batch.cut(0, parts)
+    if parts == 1:
+        return Batch(inputs, ids.clone())
+    # As in the run's samples, padding repeats the last position.
+    positions = torch.arange(ids.shape[1]).clamp(max=length - 1).expand_as(ids)
+    return Batch(inputs | {"position_ids": positions}, ids.clone()).cut(0, parts)
 
 
 def _build_pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:

@@ -214,6 +214,11 @@ class Estimate:
         return self.step * self.world_size / self.tokens_per_step
 
 
+def _link_between(span: int, device: Device) -> float:
+    """Return the bytes per second between ranks of a group; `span`: consecutive ranks around it."""
+    return device.link if span <= device.per_node else device.network
+
+
 def estimate(
     sim: Simulation,
     cfg: RunConfig,
@@ -245,8 +250,8 @@ def estimate(
             if kind == "all_to_all":
                 # Attention waits for its heads, and experts for their tokens, so nothing overlaps
                 # with this exchange.
-                link = device.link if parts <= device.per_node else device.network
-                exchanging += count * nbytes * (parts - 1) / parts / (LINKS * link)
+                link = LINKS * _link_between(parts, device)
+                exchanging += count * nbytes * (parts - 1) / parts / link
                 continue
             group = ranks or (sim.mesh[0] if sim.mesh[0] > 1 else world_size)
             sent = nbytes * (group - 1) / group * (2 if kind == "all_reduce" else 1)
@@ -255,9 +260,7 @@ def estimate(
             if ranks * cfg.sharding.expert_parallel == sim.mesh[1]:
                 # Ranks that shard the same experts are not consecutive; see `mesh`.
                 span = sim.mesh[1]
-            within_node = span <= device.per_node
-            bandwidth = LINKS * (device.link if within_node else device.network)
-            sending += [sent / bandwidth] * count
+            sending += [sent / (LINKS * _link_between(span, device))] * count
             if kind == "all_gather":
                 gathered += int(sent * count)
             else:

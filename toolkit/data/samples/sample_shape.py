@@ -274,18 +274,23 @@ class SampleShape:
         if mask is not None:
             used = mask.sum(-1)
         missing = -length % self.context[1]
+        is_packed = "position_ids" in tensors
         if missing:
             fills = {"input_ids": self.pad_id, "labels": IGNORED} | fills
             padded = {
                 name: _pad_positions(tensors[name], missing, fill) for name, fill in fills.items()
             }
-            if "position_ids" in tensors:
+            if is_packed:
                 # The padding is a separate document.
                 more = torch.arange(missing).expand(rows, missing)
                 padded["position_ids"] = torch.cat([tensors["position_ids"], more], 1)
+            else:
+                # The model may have no positions beyond `sequence_length`.
+                positions = torch.arange(length + missing).clamp(max=length - 1)
+                padded["position_ids"] = positions.expand(rows, -1)
             tensors = tensors | padded
             used = torch.full((rows,), length) if used is None else used
-        return tensors | {ONE_DOCUMENT_A_ROW: "position_ids" not in tensors}, used
+        return tensors | {ONE_DOCUMENT_A_ROW: not is_packed}, used
 
     def _pad(self, rows: list[Sample], columns: dict[str, Column]) -> list[Sample]:
         """Pad rows on the right to a common length, and add their attention masks.
