@@ -6,7 +6,7 @@ class of the model, dtype of the computation and version of torch.
 """
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -214,6 +214,48 @@ class Estimate:
         return self.step * self.world_size / self.tokens_per_step
 
 
+@dataclass
+class _Sent:
+    """What a rank sends in a phase of a step."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Time of each collective that overlaps with computation."""
+    exchanging: float = 0.0
+    """Seconds of all-to-alls. Attention waits for its heads, and experts for their tokens, so
+    nothing overlaps with them."""
+    gathered: int = 0
+    """Bytes of all-gathers."""
+    reduced: int = 0
+    """Bytes of reductions."""
+
+
+def _count_sent(
+    work: Work, sim: Simulation, cfg: RunConfig, world_size: int, device: Device
+) -> _Sent:
+    """Count what a rank sends in a phase, and estimate how long that takes."""
+    result = _Sent()
+    # The settings exclude each other.
+    parts = max(cfg.sharding.context_parallel, cfg.sharding.expert_parallel)
+    for (kind, nbytes, ranks), count in work.traffic.items():
+        if kind == "all_to_all":
+            link = LINKS * _link_between(parts, device)
+            result.exchanging += count * nbytes * (parts - 1) / parts / link
+            continue
+        group = ranks or (sim.mesh[0] if sim.mesh[0] > 1 else world_size)
+        sent = nbytes * (group - 1) / group * (2 if kind == "all_reduce" else 1)
+        # Replicas are on other nodes, if there are several nodes.
+        span = group if ranks else world_size
+        if ranks * cfg.sharding.expert_parallel == sim.mesh[1]:
+            # Ranks that shard the same experts are not consecutive; see `mesh`.
+            span = sim.mesh[1]
+        result.seconds += [sent / (LINKS * _link_between(span, device))] * count
+        if kind == "all_gather":
+            result.gathered += int(sent * count)
+        else:
+            result.reduced += int(sent * count)
+    return result
+
+
 def _link_between(span: int, device: Device) -> float:
     """Return the bytes per second between ranks of a group; `span`: consecutive ranks around it."""
     return device.link if span <= device.per_node else device.network
@@ -242,34 +284,15 @@ def estimate(
         # With `cpu_offload` the optimizer runs on the host.
         on_host = sim.sharding.cpu_offload and name == "step"
         computing = factors.time * _compute_seconds(work, device, on_host)
-        sending: list[float] = []
-        exchanging = 0.0
-        # The settings exclude each other.
-        parts = max(cfg.sharding.context_parallel, cfg.sharding.expert_parallel)
-        for (kind, nbytes, ranks), count in work.traffic.items():
-            if kind == "all_to_all":
-                # Attention waits for its heads, and experts for their tokens, so nothing overlaps
-                # with this exchange.
-                link = LINKS * _link_between(parts, device)
-                exchanging += count * nbytes * (parts - 1) / parts / link
-                continue
-            group = ranks or (sim.mesh[0] if sim.mesh[0] > 1 else world_size)
-            sent = nbytes * (group - 1) / group * (2 if kind == "all_reduce" else 1)
-            # Replicas are on other nodes, if there are several nodes.
-            span = group if ranks else world_size
-            if ranks * cfg.sharding.expert_parallel == sim.mesh[1]:
-                # Ranks that shard the same experts are not consecutive; see `mesh`.
-                span = sim.mesh[1]
-            sending += [sent / (LINKS * _link_between(span, device))] * count
-            if kind == "all_gather":
-                gathered += int(sent * count)
-            else:
-                reduced += int(sent * count)
+        sent = _count_sent(work, sim, cfg, world_size, device)
+        gathered += sent.gathered
+        reduced += sent.reduced
+        sending = sum(sent.seconds)
         # Collectives overlap with the layers, except the first and the last one.
-        exposed = max(sending, default=0.0) * (name != "step")
+        exposed = max(sent.seconds, default=0.0) * (name != "step")
         compute += computing
-        communication += sum(sending) + exchanging
-        step += max(computing, sum(sending)) + exposed + exchanging
+        communication += sending + sent.exchanging
+        step += max(computing, sending) + exposed + sent.exchanging
     offloaded = 0
     if sim.sharding.cpu_offload:
         offloaded = sim.state.parameters + sim.state.gradients
