@@ -20,7 +20,7 @@ from layouts import LAYOUTS, in_fp8, save_layout, tiny_layout
 from published_layouts import passed, run
 from safetensors.torch import load_file, save_file
 from sharded import apply_fsdp, init_mesh, train_step
-from transformers import Llama4ForConditionalGeneration
+from transformers import Llama4ForConditionalGeneration, Qwen3OmniMoeForConditionalGeneration
 
 from toolkit import checkpoint
 from toolkit.adapters.base import base_digest
@@ -163,6 +163,26 @@ def test_the_text_part_is_trained_where_the_class_has_no_forward_for_text(
 def test_what_sees_later_tokens_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="lets a token of a text see later ones"):
         build_on_meta(ModelConfig(str(layout("paligemma", tmp_path))))
+
+
+def test_a_part_that_has_a_forward_for_text_is_named(tmp_path: Path) -> None:
+    """As the thinker of qwen3_omni_moe, which no class loads from the whole checkpoint."""
+    shrunk = tiny_models._shrunk(Qwen3OmniMoeForConditionalGeneration.config_class().to_dict())
+    talker = {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": 16}}
+    settings = tiny_models._merged(shrunk, {"talker_config": talker})
+    config = Qwen3OmniMoeForConditionalGeneration.config_class(**settings)
+    config.architectures = ["Qwen3OmniMoeForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    part = r"`thinker` \(Qwen3OmniMoeThinkerForConditionalGeneration\) has one: save it with `model"
+    with pytest.raises(ModelError, match=part):
+        build_on_meta(ModelConfig(str(tmp_path)))
+    # The part itself is trained.
+    config.thinker_config.save_pretrained(tmp_path / "thinker")
+    model = build_on_meta(ModelConfig(str(tmp_path / "thinker"), init="random"))
+    assert type(model).__name__ == "Qwen3OmniMoeThinkerForConditionalGeneration"
+    # The control: a class without such a part.
+    with pytest.raises(ModelError, match=r"Give another model\.name_or_path"):
+        build_on_meta(ModelConfig(str(layout("paligemma", tmp_path / "paligemma"))))
 
 
 def test_all_linear_says_what_it_leaves_out(

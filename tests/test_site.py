@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,34 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
         )  # which the theme would draw by a script from elsewhere
     for sheet in (tmp_path / "site").rglob("*.css"):
         assert not re.search(r"(url\(|@import )[\"']?(https?:)?//", sheet.read_text("utf-8")), sheet
+
+
+def test_rows_of_wide_tables_are_cards_on_a_small_screen() -> None:
+    content = runpy.run_path(str(ROOT / "docs/site_hooks.py"))["on_page_content"]
+
+    def table(columns: int) -> str:
+        head, row = (
+            "".join(f"<{tag}>{name}{i}</{tag}>" for i in range(columns))
+            for tag, name in (("th", "title "), ("td", "value "))
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody><tr>{row}</tr></tbody></table>"
+
+    wide = content(table(5))
+    assert wide.startswith("<table data-cards>")
+    assert all(f'<td data-title="title {i}">value {i}</td>' in wide for i in range(5))
+    assert content(table(4)) == table(4)
+    sheet = (ROOT / "docs/assets/site.css").read_text("utf-8")
+    small = sheet.partition("@media screen and (max-width")[2]
+    assert "table[data-cards]" in small
+    assert "content: attr(data-title)" in small
+
+
+def test_formulas_of_objectives_and_metrics_have_their_symbols() -> None:
+    page = (ROOT / "docs/preference.md").read_text("utf-8")
+    assert "*β d*" in page
+    assert "*β r*<sub>c</sub>" in page
+    found = re.findall(r"\bbeta [a-z]\b|\b[a-z]_[cw]\b", page)
+    assert not found
 
 
 @pytest.mark.slow
