@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3OmniMoeThinkerForConditionalGeneration
 
 from toolkit import checkpoint
 from toolkit.adapters import reload_trial
@@ -142,3 +142,20 @@ def test_nothing_is_lost_on_a_base_in_4_bits(
     assert packed_weights(adapted)
     assert len(adapted_modules(adapted)) == 2 * model.config.num_hidden_layers
     assert find_lost_adapters(adapted) == {}
+
+
+def test_all_linear_next_to_numbered_layers_outside_the_text(tmp_path: Path) -> None:
+    """PEFT would take `0` of `visual.merger.mlp.0` for a name of decoder layers."""
+    model_class = Qwen3OmniMoeThinkerForConditionalGeneration
+    sizes = tiny_models._shrunk(model_class.config_class().to_dict())
+    config = model_class.config_class(**sizes)
+    model_class._from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    base = build_on_meta(ModelConfig(str(tmp_path)))
+    linear = [n for n, m in base.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert any(name.rpartition(".")[2].isdigit() for name in linear)
+    adapted = adapted_modules(prepare_adapters(base, LoraConfig(r=2), "float32"))
+    assert adapted
+    assert not any("visual" in name or "audio" in name for name in adapted)
+    assert {name for name in linear if ".self_attn." in name and "model.layers" in name} <= {
+        name.removeprefix("base_model.model.") for name in adapted
+    }

@@ -147,7 +147,11 @@ def _wrap_in_peft(model: PreTrainedModel, targets: Targets) -> "PeftModel":
     from peft import get_peft_model
 
     config = _build_peft_config(targets)
-    if targets.all_linear and packed_expert_weights(model):
+    # PEFT shortens the excluded `visual.mlp.0` to `0`, which names decoder layers, too.
+    is_numbered = any(
+        name.rpartition(".")[2].isdigit() for name in {*targets.linear} - targets.modules
+    )
+    if targets.all_linear and (is_numbered or packed_expert_weights(model)):
         # PEFT's `all-linear` includes the fused experts of some types.
         config.target_modules = sorted(shortest_suffixes(targets.modules, targets.names))
     with warnings.catch_warnings():

@@ -47,7 +47,7 @@ from toolkit.models.stored import (
     make_dequantiser,
     refuse_float16,
 )
-from toolkit.models.tiny_copy import build_meta_model, find_text_fault
+from toolkit.models.tiny_copy import advise_part, build_meta_model, find_text_fault
 
 _process = {"trusts_code": False}
 _GENERATION = "generation_config.json"
@@ -386,7 +386,7 @@ def _find_model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTr
     if class_name in causal_lm_names():
         return getattr(transformers, class_name)
     mapped = causal_lm_class(config)
-    fault, advice = "", "Give another model.name_or_path"
+    fault = ""
     if (conditional := multimodal_class(config, class_name)) is not None:
         if not (fault := find_text_fault(conditional, config)):
             return conditional
@@ -394,35 +394,15 @@ def _find_model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTr
         if mapped is not None:
             return mapped
         fault = f", and {conditional.__name__} has no forward for text alone ({fault})"
-        advice = _advise_part(config) or advice
     # A base model without a head (LlamaModel) may be trained as a causal LM; another head may not.
     if mapped is None or (class_name is not None and not class_name.endswith("Model")):
         raise ModelError(
             f"{cfg.name_or_path} is {class_name or config.model_type}, not a causal language model"
             f"{fault}; expected an architecture such as "
             f"{getattr(mapped, '__name__', 'LlamaForCausalLM')} "
-            f"(config.json: model_type {config.model_type}). {advice}"
+            f"(config.json: model_type {config.model_type}). {advise_part(config)}"
         )
     return mapped
-
-
-def _advise_part(config: PreTrainedConfig) -> str:
-    """Name the part of a composite checkpoint that can be trained on text alone; "" if none can.
-
-    An example is the thinker of qwen3_omni_moe. The part is not trained in place, because no class
-    of transformers loads it from the keys of the composite checkpoint.
-    """
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        part_class = None if part is None else multimodal_class(part, None)
-        if part_class is not None and not find_text_fault(part_class, part):
-            attribute = name.removesuffix("_config")
-            return (
-                f"Its part `{attribute}` ({part_class.__name__}) has one: save it with "
-                f"`model.{attribute}.save_pretrained(FOLDER)`, copy the tokenizer to FOLDER, and "
-                "set model.name_or_path to FOLDER"
-            )
-    return ""
 
 
 def _choose_storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:

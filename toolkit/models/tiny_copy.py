@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import one_line
-from toolkit.models.classes import build_from_config
+from toolkit.models.classes import build_from_config, multimodal_class
 from toolkit.models.layers import decoder_layers
 from toolkit.models.modes import forked_rng
 from toolkit.models.patterns import replace_numbers
@@ -389,6 +389,26 @@ def find_text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig
     if key not in _faults:
         _faults[key] = _find_fault_in_copies(model_class, config)
     return _faults[key]
+
+
+def advise_part(config: PreTrainedConfig) -> str:
+    """Say what to set in place of a checkpoint that has no forward for text alone.
+
+    It names a part that can be trained on text alone, such as the thinker of qwen3_omni_moe. The
+    part is not trained in place, because no class of transformers loads it from the keys of the
+    composite checkpoint.
+    """
+    for name in config.sub_configs:
+        part: Any = getattr(config, name, None)
+        part_class = None if part is None else multimodal_class(part, None)
+        if part_class is not None and not find_text_fault(part_class, part):
+            attribute = name.removesuffix("_config")
+            return (
+                f"Its part `{attribute}` ({part_class.__name__}) has one: save it with "
+                f"`model.{attribute}.save_pretrained(FOLDER)`, copy the tokenizer to FOLDER, and "
+                "set model.name_or_path to FOLDER"
+            )
+    return "Give another model.name_or_path"
 
 
 def _find_fault_in_copies(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
