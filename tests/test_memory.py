@@ -28,6 +28,7 @@ from toolkit.planning.automatic import (
 )
 from toolkit.planning.devices import this_host
 from toolkit.planning.estimates import reserved_bytes
+from toolkit.planning.fake_ranks import sharded
 from toolkit.planning.measuring import is_out_of_memory, try_step
 from toolkit.planning.preflight import (
     choose_candidate,
@@ -81,6 +82,19 @@ def test_a_rank_gathers_no_experts_of_other_ranks(tmp_path: Path) -> None:
     assert gathered[2] == gathered[1] // 2
     # Every rank holds its experts completely, and gathers other parameters only.
     assert 0 < gathered[4] < expert * 4
+
+
+def test_gradients_of_divided_experts_are_reduced_once(tmp_path: Path) -> None:
+    """`accumulation: auto` of a device that has room for a rank's gradients, not for all."""
+    sizes = {"num_local_experts": 16, "hidden_size": 64, "intermediate_size": 512}
+    folder = _save(tiny_config("mixtral", **sizes), tmp_path)
+    decided = {}
+    for parts in (1, 4):
+        cfg = _config(folder, "--sharding.expert_parallel", str(parts))
+        memory = 4 * 4 * sum(p.numel() for p in build_on_meta(cfg.model).parameters()) // 2
+        with sharded(cfg, 8, memory=memory) as (_, sharding):
+            decided[parts] = sharding.accumulation
+    assert decided == {1: "reduce_each", 4: "reduce_once"}
 
 
 @pytest.mark.plans

@@ -259,6 +259,10 @@ def test_kernels_of_the_trained_model_are_no_kernels_of_the_reference(
     assert "260 rows" in check_reference(flex, model, cfg.model, "cuda")
     with pytest.raises(ConfigError, match="flex_attention has no backward on CPUs"):
         check_reference(flex, model, cfg.model, "cpu")
+    # The reference is dense.
+    flags = "--model.experts_implementation", "eager"
+    experts = prefer_config(here / "model", here / "other", *flags)
+    assert "260 rows" in check_reference(experts, model, cfg.model, "cpu")
 
 
 def test_a_rehearsal_checks_the_reference_without_attention_for_gpus(here: Path) -> None:

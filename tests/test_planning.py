@@ -28,7 +28,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from toolkit.adapters import prepare_adapters
 from toolkit.cli import main
-from toolkit.config import FinetuneConfig, PretrainConfig, model_settings, parse
+from toolkit.config import FinetuneConfig, PreferConfig, PretrainConfig, model_settings, parse
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ShardingError
 from toolkit.loading import init_weights, load_or_init
@@ -738,3 +738,16 @@ def test_what_a_model_cannot_be_run_with_is_left_out(monkeypatch) -> None:
     refused = {"selective", "full"}
     with pytest.raises(PlanningError, match="full cannot be run"):
         automatic.choose(None, 1, None, 1)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto", "aot"])
+def test_changes_of_a_micro_batch_that_is_compared_are_another_training(
+    loss_type: str,
+) -> None:
+    flags = ["--data.sequence_length=16384", f"--preference.loss_type={loss_type}"]
+    model = ["--model.name_or_path=model", "--data.train_files=rows.jsonl"]
+    for size, name in ((4, "per_device_train_batch_size 2, accum"), (1, "context_parallel 2")):
+        batch = f"--train.per_device_train_batch_size={size}"
+        cfg = parse(PreferConfig, [*model, *flags, batch])
+        changed = next(c for c in changes.list_changes(cfg, 8) if c.name.startswith(name))
+        assert changed.same_training == (loss_type == "sigmoid")

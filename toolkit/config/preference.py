@@ -133,6 +133,11 @@ class PreferenceConfig:
         return self.loss_type != "kto"
 
     @property
+    def compares_micro_batch(self) -> bool:
+        """Whether the loss of an answer depends on the other answers of its micro-batch."""
+        return not {"kto", "aot", "aot_unpaired"}.isdisjoint(self.loss_types)
+
+    @property
     def learns_prompts(self) -> bool:
         """True if the cross-entropy term of the loss also covers prompt tokens, as in ORPO."""
         return self.loss_type == "orpo"

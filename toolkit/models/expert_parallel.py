@@ -59,6 +59,18 @@ def _read_plan(base: PreTrainedModel) -> dict[str, str]:
     return dict(expand(base, plan))
 
 
+def gathered_shares(model: nn.Module, parts: int) -> dict[nn.Parameter, float]:
+    """Return which share of each parameter's values a rank gathers: 1, or of divided experts less.
+
+    Args:
+        model: not sharded, with or without adapters.
+        parts: `sharding.expert_parallel`.
+    """
+    shares = dict.fromkeys(model.parameters(), 1.0)
+    modules = find_divisible_experts(model).values() if parts > 1 else ()
+    return shares | {p: 1 / parts for module in modules for p in module.parameters()}
+
+
 def check_expert_parallel(
     model: PreTrainedModel, cfg: ShardingConfig, world_size: int | None = None
 ) -> None:

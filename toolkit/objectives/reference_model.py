@@ -94,6 +94,7 @@ def _model_settings(cfg: PreferConfig) -> ModelConfig:
         cfg.model,
         name_or_path=cfg.preference.reference,
         init="pretrained",
+        experts_implementation="auto",  # it may have no experts
         dtype="auto",
         tokenizer_name_or_path=None,
         resize_embeddings=False,

@@ -186,12 +186,15 @@ def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
     micro_batch = cfg.train.micro_batch
     accumulation = cfg.train.gradient_accumulation_steps
     sharding = cfg.sharding
+    preference = getattr(cfg, "preference", None)
+    is_divisible = preference is None or not preference.compares_micro_batch
     if micro_batch > 1:  # the global batch does not change
         factor = 2 if micro_batch % 2 == 0 else micro_batch
         size = micro_batch // factor
         repeats = accumulation * factor
         batch = {"per_device_train_batch_size": size, "gradient_accumulation_steps": repeats}
-        add(f"per_device_train_batch_size {size}, accumulation {repeats}", {"train": batch})
+        name = f"per_device_train_batch_size {size}, accumulation {repeats}"
+        add(name, {"train": batch}, same_training=is_divisible)
     if sharding.reshard_after_forward not in ("auto", True):
         add("reshard_after_forward true", {"sharding": {"reshard_after_forward": True}})
     elif accumulation > 1 and sharding.accumulation != "reduce_each":
@@ -212,7 +215,7 @@ def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
         name = "activation_offload with activation_checkpointing full"
         add(name, {"sharding": {**full, "activation_offload": True}})
     for name, sections in _changes_for_long_rows(cfg, world_size):
-        add(name, sections)
+        add(name, sections, same_training=is_divisible or "train" not in sections)
     if not sharding.cpu_offload and sharding.frozen != "replicated":
         add("cpu_offload true", {"sharding": {"cpu_offload": True}})
     if sharding.dp_shard != 1:
@@ -226,21 +229,23 @@ def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
             note = ", the global batch doubled"
         ranks = 2 * world_size
         add(f"devices {ranks}{note}", {"sharding": {"dp_shard": -1}, "train": half}, ranks)
-    finetuning = as_finetuning(cfg)
-    if finetuning is not None:
-        rank = finetuning.lora.r
-        lora: dict[str, Any] = {} if rank else {"r": 16}
-        # A trained model has a storage dtype, which the base of adapters takes from its files.
-        model: dict[str, Any] = {} if rank else {"dtype": None, "float8": "none"}
-        if lora:
-            sections = {"model": model, "lora": lora}
-            add("lora.r 16", sections, same_training=False, base=finetuning)
-        if not finetuning.lora.load_in_4bit:
-            in_4_bits = {**lora, "load_in_4bit": True}
-            sections = {"model": {**model, "float8": "none"}, "lora": in_4_bits}
-            name = f"lora.r {rank or 16}, lora.load_in_4bit"
+    if (finetuning := as_finetuning(cfg)) is not None:
+        for name, sections in _changes_to_adapters(finetuning):
             add(name, sections, same_training=False, base=finetuning)
     return changes
+
+
+def _changes_to_adapters(cfg: FinetuneConfig) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Yield (name, sections of settings) of changes that train adapters, or store their base."""
+    rank = cfg.lora.r
+    lora: dict[str, Any] = {} if rank else {"r": 16}
+    # A trained model has a storage dtype, which the base of adapters takes from its files.
+    model: dict[str, Any] = {} if rank else {"dtype": None, "float8": "none"}
+    if lora:
+        yield "lora.r 16", {"model": model, "lora": lora}
+    if not cfg.lora.load_in_4bit:
+        sections = {"model": {**model, "float8": "none"}, "lora": {**lora, "load_in_4bit": True}}
+        yield f"lora.r {rank or 16}, lora.load_in_4bit", sections
 
 
 def _changes_for_long_rows(

@@ -25,6 +25,7 @@ from toolkit.models.attention import attend_within_documents
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.context_probe import check_context_parallel
 from toolkit.models.dropout import disable_dropout_modules
+from toolkit.models.expert_parallel import gathered_shares
 from toolkit.models.float8_base import set_planned_device
 from toolkit.models.peft_model import base_of
 from toolkit.models.stored import refuse_float16
@@ -147,7 +148,9 @@ def _decide_sharding(
     sharding = replace(sharding, frozen="replicated" if is_replicated else "sharded")
     if cfg.accumulation == "auto":
         itemsize = getattr(torch, cfg.reduce_dtype).itemsize
-        if should_reduce_each(model, itemsize, available, shards):
+        shares = gathered_shares(model, cfg.expert_parallel)
+        values = int(sum(p.numel() * share for p, share in shares.items() if p.requires_grad))
+        if should_reduce_each(values, itemsize, available, shards):
             sharding = replace(sharding, accumulation="reduce_each")
         else:
             sharding = replace(sharding, accumulation="reduce_once")

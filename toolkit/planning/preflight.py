@@ -30,7 +30,7 @@ from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.errors import ToolkitError, one_line
 from toolkit.formats.container_memory import container_memory, peak_host_memory
 from toolkit.mesh import mesh_shape
-from toolkit.models.expert_parallel import find_divisible_experts
+from toolkit.models.expert_parallel import gathered_shares
 from toolkit.parsing import parse_size
 from toolkit.planning import automatic
 from toolkit.planning.changes import find_remedies
@@ -292,12 +292,11 @@ def _count_largest_gathered(cfg: ShardingConfig, model: nn.Module, shards: int) 
     With `expert_parallel`, a rank gathers only its part of the experts; nothing of it if no other
     rank of its copy holds the same experts.
     """
-    divided: set[int] = set()
-    if cfg.expert_parallel > 1:
-        modules = find_divisible_experts(model).values()
-        divided = {id(p) for module in modules for p in module.parameters()}
-    share = 1 / cfg.expert_parallel if cfg.expert_parallel < shards else 0.0
-    return max(p.numel() * (share if id(p) in divided else 1.0) for p in model.parameters())
+    shares = gathered_shares(model, cfg.expert_parallel)
+    is_alone = cfg.expert_parallel >= shards
+    return max(
+        p.numel() * (0.0 if share < 1 and is_alone else share) for p, share in shares.items()
+    )
 
 
 def in_subprocess(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

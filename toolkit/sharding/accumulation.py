@@ -73,7 +73,9 @@ class Accumulation:
         if self.reduce_each is None and count > 1:
             total = ranks.min_over_ranks(_measure_memory(targets.device)[1])
             shards = _count_shards(self._model)
-            self.reduce_each = should_reduce_each(self._model, self._reduce_size, total, shards)
+            trained = (p for p in self._model.parameters() if p.requires_grad)
+            values = sum(map(count_gathered_values, trained))
+            self.reduce_each = should_reduce_each(values, self._reduce_size, total, shards)
         last = index == count - 1
         keep = self.keep and count > 1
         reduced = last or bool(self.reduce_each)
@@ -121,7 +123,7 @@ class Accumulation:
         return free - _MARGIN * total - gathered - longer
 
 
-def should_reduce_each(model: nn.Module, itemsize: int, memory: float, shards: int) -> bool:
+def should_reduce_each(values: int, itemsize: int, memory: float, shards: int) -> bool:
     """Decide for `accumulation: auto` whether each micro-batch reduces its gradients.
 
     If not, only the last micro-batch of a step does. The result is True if unsharded gradients
@@ -129,12 +131,11 @@ def should_reduce_each(model: nn.Module, itemsize: int, memory: float, shards: i
     because reducing then sends nothing.
 
     Args:
-        model: sharded or not; only trained parameters count.
+        values: number of values of the trained parameters, gathered on one rank.
         itemsize: bytes of one value of a gradient.
         memory: bytes of the device.
         shards: number of ranks over which each parameter is split.
     """
-    values = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return shards == 1 or values * itemsize > _WHOLE_GRADIENT * memory
 
 
