@@ -260,8 +260,9 @@ def test_ranks_of_unlike_memory_choose_alike(model: Path) -> None:
     cfg, device = _auto(model, *AUTO_BATCH), this_host()
     needs = [make_plan(c, 2, device, None).estimate.memory for c in list_candidates(cfg, 2)[0]]
     # Rank 0 plans for what it has; rank 1 has less, and its device says so.
-    assert run_ranks(_chosen, 2, cfg, [needs[0], needs[0]]) == [(8, 1)] * 2
-    assert run_ranks(_chosen, 2, cfg, [needs[0], needs[1]]) == [(4, 2)] * 2
+    most = needs[0] + 1000  # a real step has some bytes that no plan has
+    assert run_ranks(_chosen, 2, cfg, [most, most]) == [(8, 1)] * 2
+    assert run_ranks(_chosen, 2, cfg, [most, needs[1] + 1000]) == [(4, 2)] * 2
 
 
 @pytest.mark.plans
