@@ -67,9 +67,9 @@ def spoiled(kind: str, rank: int, where: int) -> Any:
 
 
 def skip(
-    rank: int, world: int, folder: str, optim: str, kind: str, offload: bool
+    rank: int, world: int, folder: str, optim: str, kind: str, offload: bool, parts: int = 1
 ) -> dict[str, Any]:
-    cfg = ShardingConfig(param_dtype="float32", cpu_offload=offload)
+    cfg = ShardingConfig(param_dtype="float32", cpu_offload=offload, expert_parallel=parts)
     model = build_on_meta(ModelConfig(folder))
     apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
     load_pretrained(model, folder, "cpu")
@@ -102,6 +102,15 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(folder, op
 def test_so_does_a_gradient_or_a_value_alone_and_a_step_on_the_host(folder, kind, offload) -> None:
     found = run_ranks(skip, 2, folder, "adamw_torch_fused", kind, offload)
     assert [f.pop("here") for f in found] == [False, kind != "gradient"]
+    assert found == [dict.fromkeys(found[0], True)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_so_does_a_step_of_divided_experts(tmp_path, kind) -> None:
+    folder = str(save_tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=2))
+    found = run_ranks(skip, 2, folder, "adamw_torch_fused", kind, False, 2)
+    assert [f.pop("here") for f in found] == [False, kind == "loss"]
     assert found == [dict.fromkeys(found[0], True)] * 2
 
 

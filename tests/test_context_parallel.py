@@ -439,6 +439,24 @@ def test_a_run_resumes_with_another_number_of_ranks_a_row(tmp_path, tiny_llama, 
 
 
 @pytest.mark.slow
+def test_padded_rows_of_two_ranks_resume_on_three(tmp_path, examples):
+    """Three ranks cut the rows elsewhere, and pad them to another width."""
+    heads = {"num_attention_heads": 6, "hidden_size": 48, "head_dim": 8}
+    model = save_tiny_model(save_byte_tokenizer(tmp_path / "model"), **heads)
+
+    def train(name: str, parts: int, steps: int) -> list[float]:
+        more = ("--optim.lr_scheduler_type", "constant", "--checkpoint.save_steps", 2)
+        more = (*more, "--sharding.context_parallel", parts, "--train.max_steps", steps)
+        flags = settings(model, examples, tmp_path / name, *more, "--data.packing", "none")
+        run("finetune", parts, flags)
+        return [line["loss"] for line in read_metrics(tmp_path / name)]
+
+    expected = train("uninterrupted", 1, 4)
+    train("shared", 2, 2)
+    assert train("shared", 3, 4) == pytest.approx(expected, rel=5e-5)
+
+
+@pytest.mark.slow
 def test_a_run_refuses_what_cannot_be_divided(tmp_path, text_file):
     folder = tmp_path / "jamba"
     model = tiny_model("jamba")

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from toolkit import checkpoint
+from toolkit.adapters import targets
 from toolkit.adapters.base import base_digest, build_adapter_entry, refuse_other_adapters
 from toolkit.adapters.coverage import (
     coverage_lines,
@@ -690,7 +691,9 @@ def test_a_name_that_adapts_nothing_or_too_much_is_refused(folders, what):
 REFUSED = {
     "falcon_h1": "exclude_modules: [out_proj]",
     "nemotron_h": "exclude_modules: [out_proj]",
-    "mamba": "exclude_modules: [out_proj]",
+    "mamba": "exclude_modules: [dt_proj, out_proj, x_proj]",
+    "jamba": "exclude_modules: [dt_proj]",
+    "bamba": "exclude_modules: [out_proj]",
     "phimoe": "exclude_modules: [router]",
     "llama4_text": "exclude_modules: [router]",
     "deepseek_v3": "exclude_modules: [down_proj, gate_proj, up_proj]",
@@ -830,7 +833,8 @@ def test_rows_of_new_tokens_must_be_trained(folders):
     resized("gemma3_text", ["embed_tokens"])  # one matrix
 
 
-def test_adapters_that_nothing_reaches_are_named(tmp_path):
+def test_adapters_that_nothing_reaches_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(targets, "children_bypassed", lambda kind: ())
     folder = str(tiny.save(tiny.tiny_model("mamba"), tmp_path / "mamba", "mamba"))
     model = adapt(folder, LoraConfig(r=4, exclude_modules=["out_proj"]))
     load_pretrained(model, folder, "cpu")
@@ -839,6 +843,37 @@ def test_adapters_that_nothing_reaches_are_named(tmp_path):
     train_step(model, optimizer, [tiny.rows(2)])
     layers = range(model.config.num_hidden_layers)
     assert find_idle_adapters(model) == [f"backbone.layers.{i}.mixer.dt_proj" for i in layers]
+
+
+BYPASSED = {
+    "jamba": {"dt_proj"},
+    "mamba": {"dt_proj", "out_proj", "x_proj"},
+    "zamba2": {"out_proj"},
+    "granitemoehybrid": {"out_proj"},
+    "longcat_flash": {"classifier"},
+    "bloom": set(),
+    "llama": set(),
+}
+
+
+@pytest.mark.parametrize("kind", BYPASSED)
+def test_all_linear_skips_modules_whose_weight_is_read_without_their_forward(kind, capsys):
+    model = on_meta(kind)
+    linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    adapted = add_adapters(model, LoraConfig(r=4))
+    # PEFT adapts the experts of longcat_flash in place of its `mlps`.
+    skipped = {n for n in linear - adapted_modules(adapted).keys() if "mlps" not in n}
+    assert {n.rpartition(".")[2] for n in skipped} == BYPASSED[kind]
+    assert ("without its forward" in capsys.readouterr().out) == bool(BYPASSED[kind])
+
+
+def test_every_adapter_of_jamba_gets_a_gradient(tmp_path):
+    folder = str(tiny.save(tiny.tiny_model("jamba"), tmp_path / "jamba", "jamba"))
+    model = adapt(folder, LoraConfig(r=4))
+    load_pretrained(model, folder, "cpu")
+    optimizer = build_optimizer(model.train(), OptimConfig(learning_rate=1e-2))
+    train_step(model, optimizer, [tiny.rows(2)])
+    assert find_idle_adapters(model) == []
 
 
 def test_experts_without_tokens_are_not_idle(folders):

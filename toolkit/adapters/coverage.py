@@ -129,9 +129,10 @@ def coverage_lines(model: nn.Module) -> list[str]:
 def find_idle_adapters(model: nn.Module) -> list[str]:
     """List the modules whose adapters are still zero after one or more steps. Collective.
 
-    Such adapters got no gradient. An example is mamba's `dt_proj`, whose weight is read without
-    calling the module. If all adapters are zero, the learning rate was zero, and the list is empty.
-    Routed experts are never listed, because they may not have received a token yet.
+    Such adapters got no gradient. An example is an adapter that the run continues (`lora.from`) on
+    mamba's `dt_proj`, whose weight is read without calling the module. If all adapters are zero,
+    the learning rate was zero, and the list is empty. Routed experts are never listed, because they
+    may not have received a token yet.
     """
     layers = peft_model.adapted_parameters(model)
     experts = {row.name for row in coverage_rows(model) if row.part == "experts"}

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from toolkit.config.lora import LoraConfig
 from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
 from toolkit.models.classes import model_class_name
-from toolkit.models.layers import modules_outside_text
+from toolkit.models.layers import children_bypassed, modules_outside_text
 from toolkit.models.patterns import format_no_match, replace_numbers
 from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_parameters, copied_modules
 from toolkit.models.reward import HEAD, reward_head
@@ -109,10 +109,14 @@ def select_targets(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     targets = Targets(
         cfg, tuple(modules_by_name), modules, excluded, saved_modules, towers, set(), linear, tied
     )
-    if unfit := {n: why for n in sorted(modules) if (why := _find_obstacle(modules_by_name[n]))}:
+    obstacles = {n: _find_obstacle(modules_by_name[n]) for n in sorted(modules)}
+    if cfg.from_ is None:
+        # An adapter that a run continues may have them, as PEFT does not exclude them.
+        obstacles |= _find_bypassed(model, modules)
+    if unfit := {n: why for n, why in obstacles.items() if why}:
         why = " ".join(next(iter(unfit.items())))
         if targets.all_linear:
-            return targets.without(set(unfit), why)
+            return targets.without(shortest_suffixes(set(unfit), targets.names), why)
         raise ModelError(
             f"{model_class_name(model)} cannot be adapted ({why}); {_exclusion_advice(cfg, unfit)}"
         )
@@ -423,6 +427,25 @@ def _find_obstacle(module: nn.Module) -> str:
         return f"cannot be called like a linear layer: {type(error).__name__}: {error}"
     fits = isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
     return "" if fits else "does not compute the output of a linear layer"
+
+
+def _find_bypassed(model: nn.Module, names: set[str]) -> dict[str, str]:
+    """Find the linear layers among `names` whose weight the model reads without their forward.
+
+    Returns:
+        Name -> the reason why an adapter would have no effect.
+    """
+    bypassed = {}
+    for name in sorted(names):
+        outer, _, leaf = name.rpartition(".")
+        kind: Any = type(model.get_submodule(outer))
+        if leaf in children_bypassed(kind) and isinstance(
+            model.get_submodule(name), nn.Linear | Conv1D
+        ):
+            bypassed[name] = (
+                f"is read by {kind.__name__} without its forward, so an adapter may have no effect"
+            )
+    return bypassed
 
 
 def _refuse_unmatched_patterns(cfg: LoraConfig, names: set[str]) -> None:

@@ -262,3 +262,32 @@ def children_read_directly(kind: Any) -> frozenset[str]:
             source = inspect.getsource(cls)
             names.update(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))", source))
     return frozenset(names)
+
+
+# An operand of a product, or an argument of a kernel. A slice or a shape is neither: bloom slices
+# the weight of `dense` for `slow_but_exact` only.
+_OPERAND = re.compile(
+    r"self\.(\w+)\.weight(?:\.(?:type|to|float|clamp)\([^()]*\)|\.t\(\)|\.T)*\s*(?:[,)@]|$)",
+    re.MULTILINE,
+)
+_SET_UP = re.compile(r"_*(init|reset|tie)")
+
+
+@functools.cache
+def children_bypassed(kind: Any) -> frozenset[str]:
+    """Return the child modules whose weight a class uses in place of their forward. Cached.
+
+    They are found in the source code of the methods of `kind`, except those that initialise or tie
+    weights. An adapter on such a module has no effect, or only without the kernel that reads the
+    weight. Examples are `dt_proj` in Jamba, and `out_proj` in Bamba.
+    """
+    names: set[str] = set()
+    for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for method in filter(inspect.isfunction, vars(cls).values()):
+            if _SET_UP.match(method.__name__):
+                continue
+            # A method that was created at run time has no source.
+            with contextlib.suppress(OSError, TypeError):
+                source = re.sub(r"isinstance\([^()]*\)", "", inspect.getsource(method))
+                names.update(_OPERAND.findall(source))
+    return frozenset(names)
