@@ -94,6 +94,7 @@ bench: install  ## Measure against peers; writes docs/evidence/benchmarks/ (quie
 	$(BIN)/python benchmarks/guards.py
 	$(BIN)/python benchmarks/trainer.py
 	$(BIN)/python benchmarks/loss_head.py
+	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/preference.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/consolidate.py

@@ -1,6 +1,6 @@
 """Compare the kernels of fused experts: time and memory of one layer's forward and backward.
 
-    python benchmarks/experts.py [--tokens 2048] [--rounds 7] [--threads 2] [--output FILE]
+    python benchmarks/experts.py [--tokens 128] [--rounds 7] [--threads 2] [--output FILE]
 
 The values of `model.experts_implementation`, in fp32 and bf16, for many narrow experts (the
 proportions of Qwen3-30B-A3B) and for few wide ones (those of Mixtral). The kernels take turns in
@@ -40,7 +40,7 @@ HIDDEN = 512
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("docs/evidence/benchmarks/experts.md"))
