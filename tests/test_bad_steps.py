@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, save_byte_tokenizer, save_tiny_model, slow
+from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, run_recipe_ranks
 from sharded import apply_fsdp, init_mesh, loss_sum, train_step
 from test_recipe import on_rows
@@ -89,7 +89,8 @@ def skip(
     }
 
 
-@pytest.mark.parametrize("optim", [OPTIMIZERS[0], *map(slow, OPTIMIZERS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(folder, optim) -> None:
     found = run_ranks(skip, 2, folder, optim, "loss", False)
     assert [f.pop("here") for f in found] == [False, True]

@@ -109,6 +109,7 @@ def missing(rank: int, world: int, path: str) -> str:
     return "met"
 
 
+@pytest.mark.slow
 def test_one_that_ends_before_it_told_its_place_is_not_waited_for(tmp_path) -> None:
     said = run_ranks(missing, 2, str(tmp_path / "store"), group=False)[0]
     assert said.startswith(

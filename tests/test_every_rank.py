@@ -327,6 +327,7 @@ def test_all_ranks_do_the_same_in_the_same_order(folders, tmp_path: Path, name: 
     compare_orders(name, all_ranks(folders, tmp_path, name, SOME.get(name, ())))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", SOME)
 def test_64_ranks_do_the_same_in_the_same_order(folders, tmp_path: Path, name: str) -> None:

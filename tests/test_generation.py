@@ -176,6 +176,7 @@ def test_answers_are_greedy_and_those_of_one_process(alone, folders):
     assert alone["adapters"]["plain"] != alone["llama"]["plain"]
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_number_of_ranks(alone, folders):
     found = run_ranks(on_ranks, 2, folders)
     for kind in found[0]:

@@ -220,7 +220,7 @@ def run_alone(packing: str, lora: bool) -> dict[str, Any]:
     return run_ranks(of_ranks, 1, packing, lora)[0]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [slow(False), True], ids=["full", "lora"])
 @pytest.mark.parametrize("packing", [slow("none"), "bfd"])
 @pytest.mark.parametrize("world", [2, slow(3)])
 def test_unequal_ranks_are_one_process(world: int, packing: str, lora: bool) -> None:

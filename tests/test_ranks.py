@@ -168,6 +168,7 @@ def late(rank: int, world: int, before_the_group: bool) -> int:
     return ranks.min_over_ranks(rank)
 
 
+@pytest.mark.slow
 def test_a_group_is_made_within_minutes_and_then_waits_for_a_day() -> None:
     assert run_ranks(late, 2, False) == [0, 0]
     with pytest.raises(ProcessRaisedException, match=r"[Tt]ime(d )?out"):
@@ -184,6 +185,7 @@ def second_channel(rank: int, world: int) -> list[int]:
         return ranks.gather(rank)
 
 
+@pytest.mark.slow
 def test_further_groups_wait_for_the_last_before_they_are_made() -> None:
     assert run_ranks(second_channel, 2) == [[0, 1]] * 2
 

@@ -90,6 +90,7 @@ def test_every_diff_applies_as_it_is_written(title: str, tmp_path) -> None:
     assert all(line in changed.splitlines() for line in added)
 
 
+@pytest.mark.slow
 def test_another_term_in_the_loss(plain, tmp_path, tiny_llama, text_file) -> None:
     changed = run(tmp_path, tiny_llama, text_file, TERM)
     normaliser = (changed[0]["loss"] - plain[1][0]["loss"]) / 1e-4  # the mean square of log Z

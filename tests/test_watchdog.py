@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import rank_faults
 import torch.distributed as dist
-from conftest import BIN, ROOT
+from conftest import BIN, ROOT, slow
 from distributed import run_ranks
 
 from toolkit import ranks
@@ -93,7 +93,7 @@ def _stuck(rank: int, world: int, folder: str, fault: str) -> None:
     model(torch.ones(1, 8))
 
 
-@pytest.mark.parametrize("fault", ["sleeps", "holds the lock"])
+@pytest.mark.parametrize("fault", ["sleeps", slow("holds the lock")])
 def test_the_report_says_who_waits_in_what_and_who_is_missing(tmp_path, capfd, fault) -> None:
     with pytest.raises(Exception, match="exited with 70"):
         run_ranks(_stuck, 2, str(tmp_path), fault)
@@ -222,6 +222,7 @@ def _two_runs(rank: int, world: int, folder: str) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_process_has_none_of_the_first(tmp_path) -> None:
     assert all(run_ranks(_two_runs, 1, str(tmp_path))[0])
 

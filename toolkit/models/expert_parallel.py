@@ -60,7 +60,7 @@ def _read_plan(base: PreTrainedModel) -> dict[str, str]:
 
 
 def gathered_shares(model: nn.Module, parts: int) -> dict[nn.Parameter, float]:
-    """Return which share of each parameter's values a rank gathers: 1, or of divided experts less.
+    """Return the share of each parameter's values that a rank gathers; below 1 for divided experts.
 
     Args:
         model: not sharded, with or without adapters.

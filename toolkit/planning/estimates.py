@@ -216,7 +216,7 @@ class Estimate:
 
 @dataclass
 class _Sent:
-    """What a rank sends in a phase of a step."""
+    """Traffic of one rank in a phase of a step."""
 
     seconds: list[float] = field(default_factory=list)
     """Time of each collective that overlaps with computation."""
