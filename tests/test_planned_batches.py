@@ -18,6 +18,7 @@ from toolkit.data.row_formats import find_row_format
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.pieces import Piece
 from toolkit.data.samples.sample_shape import SampleShape
+from toolkit.errors import ModelError
 from toolkit.models import build_on_meta
 from toolkit.objectives.largest_batch import largest_batch
 from toolkit.objectives.objective import Objective
@@ -226,3 +227,27 @@ def test_packed_rows_with_sliding_windows_are_planned_without_masks(tmp_path: Pa
     planned = simulate(cfg, 1, device_type="cpu").peak.nbytes
     print(f"planned {planned:,}, measured {measured:,}")
     assert 0.95 <= planned / measured <= 1.1
+
+
+def test_a_step_on_a_device_without_the_kernel_has_masks(model: Path, monkeypatch: Any) -> None:
+    """As the run, which finds it when it tries packing."""
+
+    def refuse(device: torch.device) -> None:
+        raise ModelError(f"varlen flash attention does not run on {device}")
+
+    cfg = config(model, "", "bfd")
+    masks: dict[tuple[bool, str | None], str | None] = {}
+    for check, planned_on in (
+        (fake_ranks.check_varlen_kernel, None),
+        (refuse, None),
+        (refuse, "cuda"),
+    ):
+        monkeypatch.setattr(fake_ranks, "check_varlen_kernel", check)
+        with fake_ranks.sharded(cfg, 1, device_type="cpu") as (sharded_model, _):
+            choice = fake_ranks.attend_as_run(cfg, sharded_model, planned_on)
+        masks[check is refuse, planned_on] = choice.mask
+    assert masks == {
+        (False, None): None,
+        (True, None): "varlen flash attention does not run on cpu",
+        (True, "cuda"): None,
+    }

@@ -18,10 +18,10 @@ from toolkit.adapters import prepare_adapters
 from toolkit.config.settings import RunConfig, ShardingConfig, TorchCompile, model_settings
 from toolkit.data.prepare import PackingChoice, choose_packing
 from toolkit.data.row_formats import find_row_format
-from toolkit.errors import ConfigError, ShardingError
+from toolkit.errors import ConfigError, ModelError, ShardingError, one_line
 from toolkit.formats import torch_private
 from toolkit.mesh import init_mesh, mesh_shape
-from toolkit.models.attention import attend_within_documents
+from toolkit.models.attention import attend_within_documents, check_varlen_kernel
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.context_probe import check_context_parallel
 from toolkit.models.dropout import disable_dropout_modules
@@ -191,6 +191,11 @@ def attend_as_run(
     """
     base: Any = base_of(sharded_model.model)
     choice = planned_packing(cfg, base)
+    if choice.mask is None and planned_on is None:
+        try:
+            check_varlen_kernel(torch.device(sharded_model.mesh.device_type))
+        except ModelError as error:  # the run finds it in its trial of packing, and builds masks
+            choice = replace(choice, mask=one_line(error))
     if choice.mask is None:
         attend_within_documents(base, sharded_model.mesh.context, planned_on=planned_on)
     return choice
