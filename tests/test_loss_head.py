@@ -138,7 +138,13 @@ def test_a_kernel_that_does_not_compile_or_is_wrong_is_said_and_not_taken(monkey
     def fails(*_):
         raise RuntimeError("no compiler\nand more")
 
-    for kernel, why in ((fails, "no compiler"), (lambda z, t: (z.sum(), z), "other values")):
+    def scaled(z, t):
+        """Return gradients that are 1 in 30,000 too large, which no order of a sum explains."""
+        loss, gradient = loss_kernel.loss_and_gradient(z, t, (1.0, None, 0.0, 0.0))
+        return loss, gradient * (1 + 1 / 30_000)
+
+    wrong = ((lambda z, t: (z.sum(), z), "other values"), (scaled, "other values"))
+    for kernel, why in ((fails, "no compiler"), *wrong):
         monkeypatch.setattr(torch, "compile", lambda fn, kernel=kernel: kernel)
         loss_kernel._compiled_kernel.cache_clear()
         loss_kernel._refused.clear()
